@@ -106,6 +106,14 @@ GATEWAY_RESPONSE_FAILURES = Metric(
     ("reason",),
     values={"reason": ("unreachable", "full", "fenced", "foreign")},
 )
+GATEWAY_FILE_FAILURES = Metric(
+    "kvferry_gateway_file_store_failures_total",
+    MetricKind.COUNTER,
+    "Failures of files and batches in Redis by reason: no answer, or an error (unreachable), no room (full), a write "
+    "of a batch that another gateway runs now (fenced), a value that the pool's key does not open (foreign).",
+    ("reason",),
+    values={"reason": ("unreachable", "full", "fenced", "foreign")},
+)
 GATEWAY_RECORD_BYTES = Metric(
     "kvferry_gateway_stream_record_bytes_total",
     MetricKind.COUNTER,
@@ -118,7 +126,7 @@ GATEWAY_STATE_CALLS = Metric(
     "(unreachable), no answer in time (slow), out of memory (full), a replica (read_only), another error.",
     ("part", "outcome"),
     values={
-        "part": ("streams", "quotas", "responses"),
+        "part": ("streams", "quotas", "responses", "files"),
         "outcome": ("ok", "unreachable", "slow", "full", "read_only", "error"),
     },
 )

@@ -15,9 +15,20 @@ from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.batches.batch_run import RunParts
 from kvferry.gateway.batches.batch_runner import BatchRunner
 from kvferry.gateway.batches.batch_service import BatchService
+from kvferry.gateway.batches.folder import BatchFolder
 from kvferry.gateway.batches.line_slots import LineSlots
+from kvferry.gateway.batches.shared.shared_calls import SharedCalls
+from kvferry.gateway.batches.shared.shared_storage import SharedStorage
+from kvferry.gateway.batches.storage import BatchStorage
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
-from kvferry.gateway.decide.config import DispatchConfig, FlowConfig, GatewayConfig, StateConfig, StoreLimits
+from kvferry.gateway.decide.config import (
+    BatchConfig,
+    DispatchConfig,
+    FlowConfig,
+    GatewayConfig,
+    StateConfig,
+    StoreLimits,
+)
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
@@ -52,6 +63,7 @@ from kvferry.gateway.observe.request_trace.trace_line import TracedSample
 from kvferry.gateway.resume.resumption import StreamResumption
 from kvferry.gateway.resume.stream_records import StreamRecords
 from kvferry.gateway.resume.stream_store import RecordLimits, StreamStore
+from kvferry.gateway.state.blocking_client import BlockingStateClient
 from kvferry.gateway.state.pool_seal import PoolSeal
 from kvferry.gateway.state.state_client import StateClient
 from kvferry.gateway.state.state_url import parse_state_url
@@ -207,7 +219,10 @@ def build_gateway(
     pins = FleetPins(fleet, clock)
     generation = PoolGeneration(fleet, clock, lambda: _forget_cached(dispatcher, pins))
     reset_caches = CacheReset(fleet, lambda: _forget_cached(dispatcher, pins)).run
-    batches = None if config.batches is None else BatchService(config.batches, clock)
+    batches = None
+    if config.batches is not None:
+        storage = _batch_storage(config, config.batches, clock, instruments, str(incarnation))
+        batches = BatchService(storage, config.batches, clock)
     access = AdminAccess(is_loopback_address(config.admin_address), config.admin_token_file, clock)
     access.warn()
     client_api = ClientApi(
@@ -279,6 +294,35 @@ def _shared(
     )
 
 
+def _batch_storage(
+    config: GatewayConfig, batches: BatchConfig, clock: Clock, instruments: GatewayInstruments, gateway: str
+) -> BatchStorage:
+    """Return what keeps files and batches.
+
+    Raises:
+        UsageError: no folder is set, and no state.
+    """
+    if batches.folder is not None:
+        return BatchFolder(batches.folder)
+    if config.state is None:
+        raise UsageError("batch_folder is 'state', which needs --state redis://HOST:6379/0", field="batch_folder")
+    client = BlockingStateClient(
+        parse_state_url(config.state.url),
+        clock,
+        "files",
+        lambda part, outcome: instruments.state_calls.labels(part, outcome).inc(),
+    )
+    calls = SharedCalls(
+        client,
+        PoolSeal(config.tenant_key),
+        gateway,
+        config.state.file_bytes,
+        clock,
+        on_failure=lambda reason: instruments.file_store_failures.labels(reason).inc(),
+    )
+    return SharedStorage(calls, client.close)
+
+
 def _batch_runner(
     batches: BatchService,
     service: TextService,
@@ -299,7 +343,7 @@ def _batch_runner(
 
     given = batches.config.lines
     parts = RunParts(
-        batches.folder,
+        batches.storage,
         batches.config,
         service.clock,
         LineSlots(lambda: given or max(1, min(_MAX_LINES, gate.room.now().sequences // 2))),

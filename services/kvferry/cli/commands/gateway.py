@@ -162,7 +162,9 @@ def _config(values: Values) -> "GatewayConfig":
         traces=traces_of(values),
         request_trace=(Path(values["trace_file"]), values["trace_file_bytes"]) if values["trace_file"] else None,
         batches=_batches(values),
-        state=StateConfig(values["state"], values["state_bytes"]) if values["state"] else None,
+        state=StateConfig(values["state"], values["state_bytes"], values["state_file_bytes"])
+        if values["state"]
+        else None,
         shares_ports=values["share_ports"],
     )
 
@@ -175,13 +177,19 @@ def _batches(values: Values) -> "BatchConfig | None":
     given = values["batch_folder"]
     if given == "off":
         return None
+    if given == "state" and not values["state"]:
+        raise UsageError(
+            "batch_folder is 'state', the Redis server of --state, which is not set; set --state redis://HOST:6379/0, "
+            "or --batch-folder to a folder (./state is one)",
+            field="batch_folder",
+        )
     model = values["model"]
     # The folder stays the same when the model gets another commit.
     hub = parse_hub_name(model) if model.startswith(SCHEME) else None
     served = values["served_name"] or (model if hub is None else hub.served)
     name = _NOT_IN_NAMES.sub("_", served.strip("/").rpartition("/")[2])
     return BatchConfig(
-        folder=Path(given) if given else cache_dir() / "batches" / name,
+        folder=None if given == "state" else Path(given) if given else cache_dir() / "batches" / name,
         max_file_bytes=values["max_file_bytes"],
         tenant_file_bytes=values["tenant_file_bytes"],
         tenant_files=values["tenant_files"],

@@ -292,8 +292,8 @@ BATCHES = (
     Setting(
         "batch_folder",
         "",
-        "Folder of uploaded files and of batches; off: neither is served. Default: a folder of the model in the cache "
-        "folder.",
+        "Folder of uploaded files and of batches; state: in the Redis server of --state; off: neither is served. "
+        "Default: a folder of the model in the cache folder.",
         parse=FOLDER,
     ),
     Setting("max_file_bytes", 200 << 20, "Maximum size of an uploaded file.", parse=size_bytes),
@@ -320,6 +320,13 @@ STATE = (
         256 << 20,
         "Maximum size of the records of streams in that server, of which one tenant has half, and also of the stored "
         "responses, of which one tenant has an eighth.",
+        parse=size_bytes,
+    ),
+    Setting(
+        "state_file_bytes",
+        1 << 30,
+        "Maximum size of the files and batches in that server, if --batch-folder is state; uploads leave an eighth of "
+        "it to results.",
         parse=size_bytes,
     ),
 )

@@ -51,7 +51,7 @@ TOPICS: Mapping[str, Sequence[str]] = MappingProxyType(
         "Files and batches": (
             "batch_folder", "max_file_bytes", "tenant_file_bytes", "tenant_files", "batch_lines",
         ),
-        "Shared state": ("state", "state_bytes"),
+        "Shared state": ("state", "state_bytes", "state_file_bytes"),
         "Keys and certificates": (
             "ticket_key", "ticket_key_file", "gateway_key", "gateway_key_file", "tenant_key", "tenant_key_file",
             "pool_tls", "pool_tls_cert_file", "pool_tls_key_file", "pool_tls_ca_file", "tls_cert_file", "tls_key_file",

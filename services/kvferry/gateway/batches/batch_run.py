@@ -8,21 +8,21 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from msgspec import Raw
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import KvferryError
+from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.gateway.batches import lines
+from kvferry.gateway.batches.batch_errors import LeaseLost, NoSuchFile
 from kvferry.gateway.batches.batch_usage import BatchUsage, usage_of
-from kvferry.gateway.batches.folder import BatchFolder
 from kvferry.gateway.batches.line_slots import LineSlots
 from kvferry.gateway.batches.lines import InputLine, LineFailure, LineResponse, Validation
 from kvferry.gateway.batches.records import BatchRecord, FileRecord, LineError, result_ids
-from kvferry.gateway.batches.result_file import ResultFile, ResultWriter
+from kvferry.gateway.batches.result_file import ResultWriter
 from kvferry.gateway.batches.states import BatchEvent, BatchState
+from kvferry.gateway.batches.storage import BatchStorage, ResultLines
 from kvferry.gateway.decide.config import BatchConfig
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class LineCall(Protocol):
 class RunParts:
     """What the runs of all batches share."""
 
-    folder: BatchFolder
+    storage: BatchStorage
     config: BatchConfig
     clock: Clock
     slots: LineSlots
@@ -104,16 +104,22 @@ class _Results:
 class BatchRun:
     """A run of one batch."""
 
-    def __init__(self, record: BatchRecord, parts: RunParts) -> None:
+    def __init__(self, record: BatchRecord, parts: RunParts, lease: int) -> None:
+        """
+        Args:
+            record: the batch.
+            parts: what all runs share.
+            lease: number of the lease under which it runs; see `BatchStorage.try_lock`.
+        """
         self.record = record
-        self._parts = parts
+        self._parts, self._lease = parts, lease
         self._stopped = asyncio.Event()
         self._reason: BatchEvent | None = None
         """Why the rest of the lines is not computed; `None` if all are."""
         self._results: _Results | None = None
         self._stored_bytes = 0
         self._has_complained = False
-        """Whether the log has an error of the disk."""
+        """Whether the log has an error of the storage."""
 
     def stop(self, reason: BatchEvent) -> None:
         """End the batch without the lines that are not computed yet.
@@ -135,7 +141,7 @@ class BatchRun:
         """Run the batch until it is over.
 
         Raises:
-            KvferryError: the folder cannot be used.
+            KvferryError: the storage cannot be used, or another gateway runs the batches.
             OSError: a file of the batch cannot be read.
         """
         if self.record.status is BatchState.VALIDATING and self._reason is None:
@@ -148,12 +154,11 @@ class BatchRun:
             await self._change(BatchEvent.EXPIRE)
             return
         if self.record.total:
-            self._stored_bytes = await self._parts.folder.run(
-                self._parts.folder.records.stored_bytes, self.record.tenant
+            self._stored_bytes = await self._parts.storage.run(
+                self._parts.storage.records.stored_bytes, self.record.tenant
             )
-            if self.record.status is not BatchState.FINALIZING:
-                async with self._opened() as results:
-                    await self._compute(results)
+            async with self._opened() as results:
+                await self._compute(results)
             if self._reason is not None:
                 await self._refuse_rest()
         await self._finish()
@@ -161,11 +166,9 @@ class BatchRun:
     # -- input -------------------------------------------------------------------------------------------------
 
     async def _validate(self) -> None:
-        path = self._parts.folder.content(self.record.input_file_id)
-        limit = self._parts.config.max_body_bytes
         try:
-            found = await self._parts.folder.run(lines.validate, path, self.record.endpoint, limit)
-        except FileNotFoundError:
+            found = await self._parts.storage.run(self._read_all)
+        except NoSuchFile:
             found = Validation([LineError("file_not_found", "the input file does not exist any more", "input_file_id")])
         if not found.errors:
             try:
@@ -177,38 +180,50 @@ class BatchRun:
         else:
             await self._change(BatchEvent.ACCEPT, total=found.total, model=found.model)
 
+    def _read_all(self) -> Validation:
+        with self._parts.storage.open_content(self.record.input_file_id) as file:
+            return lines.validate(file, self.record.endpoint, self._parts.config.max_body_bytes)
+
     # -- lines -------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[_Results]:
-        output, errors = await self._parts.folder.run(self._open_both)
-        run = self._parts.folder.run
+        output, errors = await self._parts.storage.run(self._open_both)
+        run = self._parts.storage.run
         results = self._results = _Results(ResultWriter(output, run), ResultWriter(errors, run))
         try:
             yield results
         finally:
             await asyncio.gather(results.output.close(), results.errors.close())
 
-    def _open_both(self) -> tuple[ResultFile, ResultFile]:
-        output, errors = map(self._parts.folder.content, result_ids(self.record.id))
-        first = ResultFile(output)
+    def _open_both(self) -> tuple[ResultLines, ResultLines]:
+        output, errors = result_ids(self.record.id)
+        first = self._parts.storage.open_results(output, self._lease)
         try:
-            return first, ResultFile(errors)
+            return first, self._parts.storage.open_results(errors, self._lease)
         except BaseException:
             first.close()
             raise
 
+    @asynccontextmanager
+    async def _input(self) -> AsyncIterator[Iterator[InputLine]]:
+        storage = self._parts.storage
+        file = await storage.run(storage.open_content, self.record.input_file_id)
+        try:
+            yield lines.valid_lines(file, self.record.endpoint, self._parts.config.max_body_bytes)
+        finally:
+            # A cancelled task may leave a read on a thread: the file is closed after it.
+            await storage.run(file.close)
+
     async def _compute(self, results: _Results) -> None:
         """Compute the lines that have no result, until all have one or the run is stopped."""
-        path = self._parts.folder.content(self.record.input_file_id)
         done = results.done
         running: dict[asyncio.Task[None], int] = {}
         stopped = asyncio.create_task(self._stopped.wait(), name="batch stopped")
-        with path.open("rb") as file:
-            reader = lines.valid_lines(file, self.record.endpoint, self._parts.config.max_body_bytes)
+        async with self._input() as reader:
             try:
                 while not stopped.done():
-                    line = await self._parts.folder.run(_next, reader, done)
+                    line = await self._parts.storage.run(_next, reader, done)
                     if line is None:
                         break
                     while self._is_full(running, len(line.body)) and not stopped.done():
@@ -259,13 +274,13 @@ class BatchRun:
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     async def _write(self, writer: ResultWriter, line: bytes) -> None:
-        """Write a result; while the disk is full, try again."""
+        """Write a result; while the storage is full or does not answer, try again."""
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
                 await writer.add(line)
                 return
-            except OSError as error:
+            except (OSError, Unavailable) as error:
                 if not self._has_complained:
                     _log.error("batch %s: a result cannot be written: %s; it is tried again", self.record.id, error)
                 self._has_complained = True
@@ -280,15 +295,14 @@ class BatchRun:
         if self._reason is BatchEvent.CANCEL:
             error, outcome = lines.CANCELLED, "cancelled"
         async with self._opened() as results:
-            path, done = self._parts.folder.content(self.record.input_file_id), results.done
-            count = await self._parts.folder.run(self._append_errors, path, done, results.errors.file, error)
+            count = await self._parts.storage.run(self._append_errors, results.done, results.errors.file, error)
         for _ in range(count):
             self._parts.on_line(outcome)
 
-    def _append_errors(self, path: Path, done: set[str], errors: ResultFile, error: LineFailure) -> int:
+    def _append_errors(self, done: set[str], errors: ResultLines, error: LineFailure) -> int:
         """Append an error for each line that is not in `done`; return their number."""
         count, made = 0, list[bytes]()
-        with suppress(FileNotFoundError), path.open("rb") as file:
+        with suppress(NoSuchFile), self._parts.storage.open_content(self.record.input_file_id) as file:
             for line in lines.valid_lines(file, self.record.endpoint, self._parts.config.max_body_bytes):
                 if line.custom_id not in done:
                     made.append(lines.result_line(line.custom_id, None, error))
@@ -301,7 +315,9 @@ class BatchRun:
         """Make the files of the results visible, and enter the final state."""
         if self.record.status is BatchState.IN_PROGRESS and self._reason is None:
             await self._change(BatchEvent.FINISH, (), **self.counts())
-        files, fields = await self._parts.folder.run(self._result_files)
+        files, fields = await self._parts.storage.run(self._result_files)
+        if self._results is not None and sum(file.num_bytes for file in files) != self._results.num_bytes:
+            raise LeaseLost("results were lost after their lines were computed; these are computed again")
         ends = {BatchState.FINALIZING: BatchEvent.COMPLETE, BatchState.CANCELLING: BatchEvent.STOP}
         event = ends.get(self.record.status, BatchEvent.EXPIRE)
         await self._change(event, files, **fields, **self.counts())
@@ -313,17 +329,13 @@ class BatchRun:
         now, found, fields = int(self._parts.clock.wall()), list[FileRecord](), dict[str, Any](usage=BatchUsage())
         kinds = ("output", "error")
         for kind, file_id in zip(kinds, result_ids(self.record.id), strict=True):
-            path = self._parts.folder.content(file_id)
-            try:
-                size = path.stat().st_size
-            except FileNotFoundError:
-                continue
+            size = self._parts.storage.content_size(file_id)
             if not size:
-                path.unlink(missing_ok=True)
+                self._parts.storage.discard(file_id, self._lease)
                 continue
             fields[f"{kind}_file_id"] = file_id
             if kind == "output":
-                with path.open("rb") as lines_of_file:
+                with self._parts.storage.open_content(file_id) as lines_of_file:
                     fields["usage"] = usage_of(lines_of_file)
             name = f"{self.record.id}_{kind}.jsonl"
             expires = now + self.record.output_seconds
@@ -332,10 +344,12 @@ class BatchRun:
 
     async def _change(self, event: BatchEvent, files: Sequence[FileRecord] = (), **fields: Any) -> None:
         """Apply an event. If another process has cancelled the batch, take over its state instead."""
-        records, now = self._parts.folder.records, self._parts.clock.wall()
-        changed = await self._parts.folder.run(records.change, self.record.id, event, now, files, **fields)
+        records, now = self._parts.storage.records, self._parts.clock.wall()
+        changed = await self._parts.storage.run(
+            records.change, self.record.id, event, now, files, lease=self._lease, **fields
+        )
         if changed is None:
-            self.record = await self._parts.folder.run(records.batch, self.record.tenant, self.record.id)
+            self.record = await self._parts.storage.run(records.batch, self.record.tenant, self.record.id)
         else:
             self.record = changed
             self._parts.on_state(changed.status)

@@ -1,7 +1,7 @@
-"""Runs the batches of a folder: starts and ends their runs, deletes expired files, and writes progress.
+"""Runs the batches of a storage: starts and ends their runs, deletes expired files, and writes progress.
 
-One gateway process at a time runs the batches of a folder, the one with its lock. The batches of a tenant run one after
-another, in order of creation, so that tenants share the slots of lines equally.
+One gateway process at a time runs the batches of a storage, the one with its lock. The batches of a tenant run one
+after another, in order of creation, so that tenants share the slots of lines equally.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvferry.core.errors import KvferryError
+from kvferry.gateway.batches.batch_errors import LeaseLost
 from kvferry.gateway.batches.batch_run import BatchRun, RunParts
 from kvferry.gateway.batches.records import BatchRecord
 from kvferry.gateway.batches.states import BatchEvent, BatchState
@@ -28,7 +29,7 @@ KEPT_SECONDS = 30 * 24 * 3600
 
 
 class BatchRunner:
-    """The runs of a folder's batches. Used on the event loop's thread only."""
+    """The runs of a storage's batches. Used on the event loop's thread only."""
 
     def __init__(self, parts: RunParts, woken: asyncio.Event) -> None:
         """
@@ -43,6 +44,8 @@ class BatchRunner:
         self._written: dict[str, dict[str, int]] = {}
         """Counts that were written last, by batch."""
         self._next_sweep = 0.0
+        self._lease = 0
+        """Number of the lease under which batches run; 0 if another process runs them."""
         self._woken = woken
         self._complaint = ""
 
@@ -65,28 +68,41 @@ class BatchRunner:
                     async with asyncio.timeout(POLL_SECONDS):
                         await self._woken.wait()
         finally:
-            tasks = [task for _, task in self._runs.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            runs = dict(self._runs)
+            await self._end_runs()
+            self._runs = runs
             await self._write_progress()
 
     async def _look(self) -> None:
         """Start and stop runs; log what prevents it, once."""
-        folder = self._parts.folder
+        storage = self._parts.storage
         try:
-            if not await folder.run(lambda: folder.exists):
+            if not await storage.run(lambda: storage.exists):
                 return
-            if not await folder.run(folder.try_lock):
-                self._complain(f"another gateway process runs the batches of {folder.path}; this one only keeps them")
+            lease = await storage.run(storage.try_lock)
+            if lease != self._lease:
+                # What ran under another lease may not write any more.
+                await self._end_runs()
+                self._lease = lease
+            if not lease:
+                self._complain(f"another gateway process runs the batches of {storage.name}; this one only keeps them")
                 return
-            records = await folder.run(lambda: folder.records)
+            records = await storage.run(lambda: storage.records)
             await self._sweep()
             await self._write_progress()
-            self._follow(await folder.run(records.open_batches))
+            self._follow(await storage.run(records.open_batches))
             self._complaint = ""
         except KvferryError as error:
-            self._complain(f"the batches of {folder.path} cannot be run: {error.message}")
+            self._complain(f"the batches of {storage.name} cannot be run: {error.message}")
+
+    async def _end_runs(self) -> None:
+        """Cancel all runs."""
+        tasks = [task for _, task in self._runs.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._runs.clear()
+        self._written.clear()
 
     def _complain(self, text: str) -> None:
         if text != self._complaint:
@@ -97,8 +113,8 @@ class BatchRunner:
         now = self._parts.clock.monotonic()
         if now >= self._next_sweep:
             wall = self._parts.clock.wall()
-            await self._parts.folder.run(self._parts.folder.sweep, wall)
-            await self._parts.folder.run(self._parts.folder.records.drop_batches, wall - KEPT_SECONDS)
+            await self._parts.storage.run(self._parts.storage.sweep, wall)
+            await self._parts.storage.run(self._parts.storage.records.drop_batches, wall - KEPT_SECONDS)
             self._next_sweep = now + _SWEEP_SECONDS
 
     async def _write_progress(self) -> None:
@@ -108,7 +124,9 @@ class BatchRunner:
             if counts and counts != self._written.get(batch_id):
                 now = self._parts.clock.wall()
                 with suppress(KvferryError):
-                    await self._parts.folder.run(self._parts.folder.records.change, batch_id, None, now, (), **counts)
+                    await self._parts.storage.run(
+                        self._parts.storage.records.change, batch_id, None, now, (), lease=self._lease, **counts
+                    )
                     self._written[batch_id] = counts
 
     def _follow(self, batches: Sequence[BatchRecord]) -> None:
@@ -118,7 +136,7 @@ class BatchRunner:
         for batch in batches:
             known = self._runs.get(batch.id)
             is_expired, is_cancelled = clock.wall() >= batch.expires_at, batch.status is BatchState.CANCELLING
-            run = BatchRun(batch, self._parts) if known is None else known[0]
+            run = BatchRun(batch, self._parts, self._lease) if known is None else known[0]
             if is_cancelled or is_expired:
                 run.stop(BatchEvent.CANCEL if is_cancelled else BatchEvent.EXPIRE)
             elif known is None and (batch.tenant in busy or len(self._runs) >= MAX_RUNS):
@@ -135,6 +153,9 @@ class BatchRunner:
             self._paused.pop(batch_id, None)
         except asyncio.CancelledError:
             raise
+        except LeaseLost as error:
+            # It begins again if it is still this gateway's.
+            _log.warning("a run of batch %s has ended: %s", batch_id, error.message)
         except Exception as error:
             expected = isinstance(error, KvferryError | OSError)
             _log.error("batch %s is run again in %g s: %s", batch_id, _PAUSE_SECONDS, error, exc_info=not expected)

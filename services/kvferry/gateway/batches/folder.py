@@ -7,43 +7,37 @@ Methods other than `run` block, and may be called on any thread. The folder is c
 records.
 """
 
-import asyncio
 import fcntl
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import BinaryIO, ParamSpec, TypeVar
 
 from kvferry.core.errors import Unavailable
 from kvferry.gateway.batches.batch_errors import FOLDER_SETTING, NoSuchFile
 from kvferry.gateway.batches.records import FileRecord, result_ids
+from kvferry.gateway.batches.result_file import ResultFile
+from kvferry.gateway.batches.storage_threads import StorageThreads
 from kvferry.gateway.batches.store import RecordStore
 
-_THREADS = 4
 P = ParamSpec("P")
 R = TypeVar("R")
 _ABANDONED_SECONDS = 2 * 3600
 """Time since its last change after which a file without a record is deleted; no upload takes so long."""
 
 
-class Upload:
-    """A file that is being received. It is deleted at the end of the `with` block, unless `keep` was called."""
+class FolderUpload:
+    """A file that is being received; see `UploadWriter`."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.file_id = path, path.name
         self.num_bytes = 0
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
 
     def write(self, data: bytes) -> None:
-        """Append bytes.
-
-        Raises:
-            Unavailable: the disk is full, or the file cannot be written.
-        """
+        """See `UploadWriter.write`."""
         with folder_errors():
             self._file.write(data)
             self.num_bytes += len(data)
@@ -60,10 +54,8 @@ class Upload:
             self._file.close()
             os.rename(self.path, path)
 
-    def __enter__(self) -> "Upload":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def drop(self) -> None:
+        """See `UploadWriter.drop`."""
         with suppress(OSError):
             self._file.close()
         with suppress(OSError):
@@ -81,14 +73,18 @@ class BatchFolder:
         self.path = path
         self._lock = threading.Lock()
         self._records: RecordStore | None = None
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="batch folder")
+        self._threads = StorageThreads("batch folder")
         self._runner = -1
         """Descriptor of the locked file; -1 if this process does not run batches."""
 
     async def run(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a function that blocks on one of the folder's own threads, so that a slow disk delays nothing else."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
+        """See `BatchStorage.run`."""
+        return await self._threads.run(call, *args, **kwargs)
+
+    @property
+    def name(self) -> str:
+        """See `BatchStorage.name`."""
+        return str(self.path)
 
     @property
     def exists(self) -> bool:
@@ -121,18 +117,14 @@ class BatchFolder:
         """Return the path of a file's content."""
         return self.path / "files" / file_id
 
-    def new_upload(self, file_id: str) -> Upload:
-        """Create the file of an upload.
-
-        Raises:
-            Unavailable: the folder cannot be used.
-        """
+    def new_upload(self, file_id: str) -> FolderUpload:
+        """See `BatchStorage.new_upload`."""
         _ = self.records
         with folder_errors():
-            return Upload(self.path / "uploads" / file_id)
+            return FolderUpload(self.path / "uploads" / file_id)
 
-    def add(self, upload: Upload, record: FileRecord, *, max_files: int, max_bytes: int) -> None:
-        """Store a received file; see `RecordStore.add_file`."""
+    def add(self, upload: FolderUpload, record: FileRecord, *, max_files: int, max_bytes: int) -> None:
+        """See `BatchStorage.add`."""
         path = self.content(record.id)
         upload.keep(path)
         try:
@@ -142,39 +134,49 @@ class BatchFolder:
                 path.unlink()
             raise
 
-    def open_content(self, record: FileRecord) -> int:
-        """Return a descriptor of a file's content.
-
-        Raises:
-            NoSuchFile: the file was deleted meanwhile.
-            Unavailable: the file cannot be read.
-        """
+    def open_content(self, file_id: str) -> BinaryIO:
+        """See `BatchStorage.open_content`."""
         with folder_errors():
             try:
-                return os.open(self.content(record.id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                return os.fdopen(os.open(self.content(file_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb")
             except FileNotFoundError:
-                raise NoSuchFile(f"file {record.id!r} was deleted", field="file_id") from None
+                raise NoSuchFile(f"file {file_id!r} was deleted", field="file_id") from None
+
+    def content_size(self, file_id: str) -> int | None:
+        """See `BatchStorage.content_size`."""
+        try:
+            return self.content(file_id).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def open_results(self, file_id: str, _lease: int) -> ResultFile:
+        """See `BatchStorage.open_results`."""
+        return ResultFile(self.content(file_id))
+
+    def discard(self, file_id: str, _lease: int) -> None:
+        """See `BatchStorage.discard`."""
+        self.content(file_id).unlink(missing_ok=True)
 
     def delete(self, tenant: str, file_id: str, now: float) -> None:
-        """Delete a file; see `RecordStore.delete_file`."""
+        """See `BatchStorage.delete`."""
         self.records.delete_file(tenant, file_id, now)
         with suppress(OSError):
             self.content(file_id).unlink()
 
-    def try_lock(self) -> bool:
-        """Try to become the process that runs batches; return whether it is this one."""
+    def try_lock(self) -> int:
+        """See `BatchStorage.try_lock`; the kernel keeps the lock until the process ends."""
         with self._lock:
             if self._runner >= 0:
-                return True
+                return 1
             with folder_errors():
                 found = os.open(self.path / "runner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(found)
-                return False
+                return 0
             self._runner = found
-            return True
+            return 1
 
     def sweep(self, now: float) -> None:
         """Delete expired files, and contents without a record that have not changed for two hours.
@@ -197,7 +199,7 @@ class BatchFolder:
 
     def close(self) -> None:
         """Close the database, return the lock, and end the threads."""
-        self._threads.shutdown(wait=False)
+        self._threads.shutdown()
         with self._lock:
             if self._records is not None:
                 self._records.close()

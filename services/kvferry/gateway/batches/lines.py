@@ -7,7 +7,6 @@ result  {"id": "batch_req_..", "custom_id": "a", "response": {"status_code", "re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -78,7 +77,8 @@ def numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes 
         max_bytes: maximum length of a line.
     """
     number = 0
-    while line := file.readline(max_bytes + 1):
+    # The first line may begin with a mark, which does not count.
+    while line := file.readline(max_bytes + 1 + (0 if number else len(_BOM))):
         number += 1
         if number == 1:
             line = line.removeprefix(_BOM)
@@ -151,45 +151,45 @@ class Validation:
         self.errors.append(LineError(wrong.code, encodable(wrong.message), wrong.param, number))
 
 
-def validate(path: Path, endpoint: str, max_body_bytes: int) -> Validation:
+def validate(file: BinaryIO, endpoint: str, max_body_bytes: int) -> Validation:
     """Check each line of an input file. Blocks.
 
     Args:
-        path: the file.
+        file: the file.
         endpoint: path that each line must have.
         max_body_bytes: maximum length of a body.
 
     Raises:
         OSError: the file cannot be read.
+        Unavailable: likewise.
     """
     found, seen = Validation(), dict[str, int]()
-    with path.open("rb") as file:
-        for number, text in numbered_lines(file, max_body_bytes + _ENVELOPE_BYTES):
-            found.total += 1
-            try:
-                if found.total > MAX_LINES:
-                    raise _Wrong("too_many_requests", f"the file has more than {MAX_LINES} lines; use several batches")
-                line = read_line(number, text, endpoint)
-                first = seen.setdefault(line.custom_id, number)
-                if first != number:
-                    raise _Wrong(
-                        "duplicate_custom_id",
-                        f"custom_id {shortened(line.custom_id)!r} is also in line {first}; use different ones",
-                        "custom_id",
-                    )
-                if len(seen) == 1:
-                    found.model = line.model
-                elif line.model != found.model:
-                    raise _Wrong(
-                        "mismatched_model",
-                        f"body.model is {_shown(line.model)}, but the first line has {_shown(found.model)}; use one "
-                        "model in a batch",
-                        "body.model",
-                    )
-            except _Wrong as wrong:
-                found.add(number, wrong)
-                if len(found.errors) >= MAX_ERRORS or found.total > MAX_LINES:
-                    break
+    for number, text in numbered_lines(file, max_body_bytes + _ENVELOPE_BYTES):
+        found.total += 1
+        try:
+            if found.total > MAX_LINES:
+                raise _Wrong("too_many_requests", f"the file has more than {MAX_LINES} lines; use several batches")
+            line = read_line(number, text, endpoint)
+            first = seen.setdefault(line.custom_id, number)
+            if first != number:
+                raise _Wrong(
+                    "duplicate_custom_id",
+                    f"custom_id {shortened(line.custom_id)!r} is also in line {first}; use different ones",
+                    "custom_id",
+                )
+            if len(seen) == 1:
+                found.model = line.model
+            elif line.model != found.model:
+                raise _Wrong(
+                    "mismatched_model",
+                    f"body.model is {_shown(line.model)}, but the first line has {_shown(found.model)}; use one "
+                    "model in a batch",
+                    "body.model",
+                )
+        except _Wrong as wrong:
+            found.add(number, wrong)
+            if len(found.errors) >= MAX_ERRORS or found.total > MAX_LINES:
+                break
     if not found.total:
         found.add(None, _Wrong("empty_file", "the file has no lines; write one request per line"))
     return found

@@ -2,13 +2,14 @@
 
 import secrets
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
 from kvferry.core.process.struct_types import describe
 from kvferry.gateway.batches.batch_usage import BatchUsage
-from kvferry.gateway.batches.states import BATCH_MACHINE, BatchState
+from kvferry.gateway.batches.states import BATCH_MACHINE, BatchEvent, BatchState
 
 Purpose = Literal["batch", "batch_output"]
 WINDOW_SECONDS = 24 * 3600
@@ -73,6 +74,22 @@ class BatchRecord(Struct, frozen=True):
     def is_over(self) -> bool:
         """Whether the batch is in a final state."""
         return self.status in BATCH_MACHINE.final
+
+    def changed(self, event: BatchEvent | None, now: float, fields: Mapping[str, Any]) -> "BatchRecord | None":
+        """Return the batch after an event; see `BatchRecords.change`.
+
+        Args:
+            event: changes the state; `None` for other fields of a batch in progress only.
+            now: Unix time in seconds.
+            fields: new values of further fields.
+        """
+        if event is None:
+            return msgspec.structs.replace(self, **fields) if self.status is BatchState.IN_PROGRESS else None
+        if not BATCH_MACHINE.allows(self.status, event):
+            return None
+        state = BATCH_MACHINE.next(self.status, event)
+        times = {**self.times, state.value: int(now)}
+        return msgspec.structs.replace(self, **{**fields, "status": state, "times": times})
 
 
 describe(BatchRecord)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from kvferry.core.errors import Unavailable
 from kvferry.gateway.batches.lines import done_id
+from kvferry.gateway.batches.storage import ResultLines
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +89,7 @@ class ResultFile:
 class ResultWriter:
     """Appends the lines of several tasks: those that arrive during a sync are written together."""
 
-    def __init__(self, file: ResultFile, run: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, file: ResultLines, run: Callable[..., Coroutine[Any, Any, None]]) -> None:
         """
         Args:
             file: the file.
@@ -99,10 +101,11 @@ class ResultWriter:
         self._writing: asyncio.Future[None] | None = None
 
     async def add(self, line: bytes) -> None:
-        """Append a line; return when it is on disk.
+        """Append a line; return when it is kept.
 
         Raises:
             OSError: the line could not be written, and may be added again.
+            Unavailable: likewise.
         """
         self._lines.append(line)
         async with self._turn:
@@ -112,7 +115,7 @@ class ResultWriter:
             self._writing = asyncio.ensure_future(self._run(self.file.append, b"".join(taken)))
             try:
                 await asyncio.shield(self._writing)
-            except OSError:
+            except (OSError, Unavailable):
                 self._lines = [each for each in taken if each is not line] + self._lines
                 raise
 

@@ -12,17 +12,23 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.errors import Overloaded, Unavailable, shortened
-from kvferry.gateway.batches.batch_errors import FOLDER_SETTING, NoSuchBatch, NoSuchFile, WrongState
+from kvferry.core.errors import Unavailable
+from kvferry.gateway.batches import storage
+from kvferry.gateway.batches.batch_errors import (
+    FOLDER_SETTING,
+    NoSuchFile,
+    check_file_room,
+    is_input,
+    no_batch,
+    no_file,
+    no_place,
+    too_many_open,
+)
 from kvferry.gateway.batches.records import BatchRecord, FileRecord
-from kvferry.gateway.batches.states import BATCH_MACHINE, BatchEvent, BatchState
+from kvferry.gateway.batches.states import BatchEvent
 
 _BUSY_SECONDS = 5.0
 """Time for which a call waits for another process that writes."""
-MAX_OPEN_BATCHES = 32
-"""Maximum number of batches of one tenant that are not over."""
-MAX_BATCHES = 1000
-"""Maximum number of kept batches of one tenant; the oldest ones that are over are dropped first."""
 _NO_LIMIT = 1 << 62
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -76,22 +82,13 @@ class RecordStore:
     # -- files -------------------------------------------------------------------------------------------------
 
     def add_file(self, record: FileRecord, *, max_files: int, max_bytes: int) -> None:
-        """Add a file.
-
-        Args:
-            record: the file.
-            max_files: maximum number of the tenant's files.
-            max_bytes: maximum size of the tenant's files together.
-
-        Raises:
-            Overloaded: the tenant has too many files, or too large ones.
-        """
+        """Add a file; see `BatchStorage.add`."""
         with self._changing() as db:
             self._check_room(db, record.tenant, record.num_bytes, max_files, max_bytes)
             _insert_file(db, record)
 
     def check_room(self, tenant: str, num_bytes: int, *, max_files: int, max_bytes: int) -> None:
-        """Check that a tenant may store a further file of `num_bytes` bytes; see `add_file`."""
+        """See `BatchRecords.check_room`."""
         with self._reading() as db:
             self._check_room(db, tenant, num_bytes, max_files, max_bytes)
 
@@ -99,38 +96,16 @@ class RecordStore:
         count, stored = db.execute(
             "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM files WHERE tenant = ?", (tenant,)
         ).fetchone()
-        if count >= max_files:
-            raise Overloaded(
-                f"{count} files are stored, and at most {max_files} are allowed (setting tenant_files); delete files",
-                reason="TOO_MANY_FILES",
-                field="file",
-            )
-        if stored + num_bytes > max_bytes:
-            raise Overloaded(
-                f"the stored files have {stored} bytes; a file of {num_bytes} bytes exceeds the limit of {max_bytes} "
-                "bytes (setting tenant_file_bytes); delete files",
-                reason="FILES_TOO_LARGE",
-                field="file",
-            )
+        check_file_room(count, stored, num_bytes, max_files=max_files, max_bytes=max_bytes)
 
     def stored_bytes(self, tenant: str) -> int:
-        """Return the size of a tenant's files."""
+        """See `BatchRecords.stored_bytes`."""
         with self._reading() as db:
             found = db.execute("SELECT COALESCE(SUM(num_bytes), 0) FROM files WHERE tenant = ?", (tenant,)).fetchone()
         return int(found[0])
 
     def file(self, tenant: str, file_id: str, now: float, field: str = "file_id") -> FileRecord:
-        """Return a file.
-
-        Args:
-            tenant: tenant of the caller.
-            file_id: id of the file.
-            now: Unix time in seconds; an expired file is not found.
-            field: field of the request that names the file.
-
-        Raises:
-            NoSuchFile: the tenant has no such file.
-        """
+        """See `BatchRecords.file`."""
         with self._reading() as db:
             row = db.execute(
                 "SELECT id, tenant, purpose, filename, num_bytes, created_at, expires_at FROM files "
@@ -138,31 +113,19 @@ class RecordStore:
                 (file_id, tenant, now),
             ).fetchone()
         if row is None:
-            raise NoSuchFile(f"file {shortened(file_id)!r} does not exist; GET /v1/files lists the files", field=field)
+            raise no_file(file_id, field)
         return FileRecord(*row)
 
     def files(
         self, tenant: str, now: float, *, limit: int, after: str | None, is_ascending: bool, purpose: str | None
     ) -> Sequence[FileRecord]:
-        """Return up to `limit` files of a tenant.
-
-        Args:
-            tenant: tenant of the caller.
-            now: Unix time in seconds; expired files are left out.
-            limit: maximum number of files.
-            after: id of the file before the first one; `None` to begin with the first.
-            is_ascending: whether the oldest file is the first one.
-            purpose: only files with this purpose; `None` for all.
-
-        Raises:
-            NoSuchFile: `after` is not the id of a file.
-        """
+        """See `BatchRecords.files`."""
         with self._reading() as db:
             place = None
             if after is not None:
                 place = db.execute("SELECT number FROM files WHERE id = ? AND tenant = ?", (after, tenant)).fetchone()
                 if place is None:
-                    raise NoSuchFile(f"after is {shortened(after)!r}, which is not the id of a file", field="after")
+                    raise no_place(after, "file")
             given = {"tenant": tenant, "now": now, "purpose": purpose, "limit": limit, "low": 0, "high": _NO_LIMIT}
             if place is not None:
                 given["low" if is_ascending else "high"] = place[0]
@@ -180,10 +143,7 @@ class RecordStore:
         with self._changing() as db:
             row = db.execute("SELECT id FROM batches WHERE input_file_id = ? AND NOT is_over", (file_id,)).fetchone()
             if row is not None:
-                raise WrongState(
-                    f"file {file_id!r} is the input of batch {row[0]!r}, which is not over; cancel the batch first",
-                    field="file_id",
-                )
+                raise is_input(file_id, row[0])
             db.execute("DELETE FROM files WHERE id = ? AND tenant = ?", (file_id, tenant))
 
     def drop_expired(self, now: float) -> Sequence[str]:
@@ -208,22 +168,13 @@ class RecordStore:
     # -- batches -----------------------------------------------------------------------------------------------
 
     def add_batch(self, record: BatchRecord) -> None:
-        """Add a batch. The tenant's oldest batches that are over are dropped above `MAX_BATCHES`.
-
-        Raises:
-            Overloaded: the tenant has too many batches that are not over.
-            NoSuchFile: the input file was deleted meanwhile.
-        """
+        """See `BatchRecords.add_batch`."""
         with self._changing() as db:
             (num_open,) = db.execute(
                 "SELECT COUNT(*) FROM batches WHERE tenant = ? AND NOT is_over", (record.tenant,)
             ).fetchone()
-            if num_open >= MAX_OPEN_BATCHES:
-                raise Overloaded(
-                    f"{num_open} batches are not over, and at most {MAX_OPEN_BATCHES} are allowed; wait for one of "
-                    "them, or cancel it",
-                    reason="TOO_MANY_BATCHES",
-                )
+            if num_open >= storage.MAX_OPEN_BATCHES:
+                raise too_many_open(num_open, storage.MAX_OPEN_BATCHES)
             if db.execute("SELECT 1 FROM files WHERE id = ?", (record.input_file_id,)).fetchone() is None:
                 raise NoSuchFile(f"file {record.input_file_id!r} does not exist", field="input_file_id")
             db.execute(
@@ -234,40 +185,25 @@ class RecordStore:
             db.execute(
                 "DELETE FROM batches WHERE tenant = ? AND is_over AND number <= "
                 "(SELECT number FROM batches WHERE tenant = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
-                (record.tenant, record.tenant, MAX_BATCHES),
+                (record.tenant, record.tenant, storage.MAX_BATCHES),
             )
 
     def batch(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Return a batch.
-
-        Raises:
-            NoSuchBatch: the tenant has no such batch.
-        """
+        """See `BatchRecords.batch`."""
         with self._reading() as db:
             row = db.execute("SELECT record FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)).fetchone()
         if row is None:
-            raise NoSuchBatch(
-                f"batch {shortened(batch_id)!r} does not exist; GET /v1/batches lists the batches", field="batch_id"
-            )
+            raise no_batch(batch_id)
         return _read(row[0])
 
     def batches(self, tenant: str, *, limit: int, after: str | None) -> Sequence[BatchRecord]:
-        """Return up to `limit` batches of a tenant, the newest first.
-
-        Args:
-            tenant: tenant of the caller.
-            limit: maximum number of batches.
-            after: id of the batch before the first one; `None` to begin with the newest.
-
-        Raises:
-            NoSuchBatch: `after` is not the id of a batch.
-        """
+        """See `BatchRecords.batches`."""
         with self._reading() as db:
             place = (_NO_LIMIT,)
             if after is not None:
                 place = db.execute("SELECT number FROM batches WHERE id = ? AND tenant = ?", (after, tenant)).fetchone()
                 if place is None:
-                    raise NoSuchBatch(f"after is {shortened(after)!r}, which is not the id of a batch", field="after")
+                    raise no_place(after, "batch")
             rows = db.execute(
                 "SELECT record FROM batches WHERE tenant = ? AND number < ? ORDER BY number DESC LIMIT ?",
                 (tenant, place[0], limit),
@@ -275,13 +211,13 @@ class RecordStore:
         return [_read(row[0]) for row in rows]
 
     def open_batches(self) -> Sequence[BatchRecord]:
-        """Return the batches of all tenants that are not over, in order of creation."""
+        """See `BatchRecords.open_batches`."""
         with self._reading() as db:
             rows = db.execute("SELECT record FROM batches WHERE NOT is_over ORDER BY number").fetchall()
         return [_read(row[0]) for row in rows]
 
     def drop_batches(self, before: float) -> None:
-        """Delete the batches that are over and were created before a Unix time in seconds."""
+        """See `BatchRecords.drop_batches`."""
         with self._changing() as db:
             db.execute("DELETE FROM batches WHERE is_over AND created_at < ?", (before,))
 
@@ -291,35 +227,19 @@ class RecordStore:
         event: BatchEvent | None,
         now: float,
         files: Sequence[FileRecord] = (),
+        *,
+        lease: int | None = None,
         **fields: Any,
     ) -> BatchRecord | None:
-        """Change a batch in one transaction; return it as it is now.
-
-        A state changes only if the table allows it: another process may have cancelled the batch meanwhile.
-
-        Args:
-            batch_id: id of the batch.
-            event: changes the state; `None` for other fields of a batch in progress only.
-            now: Unix time in seconds.
-            files: files of results, which become visible.
-            fields: new values of further fields, which are left as they are if the event is not allowed.
-
-        Returns:
-            The batch; `None` if it does not exist or `event` is not allowed in its state.
-        """
+        """See `BatchRecords.change`; the lock of the folder is the lease."""
         with self._changing() as db:
             row = db.execute("SELECT record FROM batches WHERE id = ?", (batch_id,)).fetchone()
             if row is None:
                 return None
             record = _read(row[0])
-            if event is None and record.status is not BatchState.IN_PROGRESS:
+            changed = record.changed(event, now, fields)
+            if changed is None:
                 return None
-            if event is not None:
-                if not BATCH_MACHINE.allows(record.status, event):
-                    return None
-                state = BATCH_MACHINE.next(record.status, event)
-                fields |= {"status": state, "times": {**record.times, state.value: int(now)}}
-            changed: BatchRecord = msgspec.structs.replace(record, **fields)
             for file in files:
                 _insert_file(db, file)
             db.execute(

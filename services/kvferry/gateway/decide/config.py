@@ -246,8 +246,8 @@ class HttpConfig:
 class BatchConfig:
     """Settings of files and batches."""
 
-    folder: Path
-    """Folder of the files and of the records; created by the first use."""
+    folder: Path | None
+    """Folder of the files and of the records, created by the first use; `None` for the Redis of `state`."""
     max_file_bytes: int = 200 << 20
     """Maximum size of an uploaded file."""
     tenant_file_bytes: int = 4 << 30
@@ -268,6 +268,8 @@ class StateConfig:
     """URL of a Redis server, with its password."""
     total_bytes: int = 256 << 20
     """Maximum size of the records of streams in bytes, over all gateways, and also of the stored responses."""
+    file_bytes: int = 1 << 30
+    """Maximum size of files and batches in bytes, over all gateways, if `BatchConfig.folder` is `None`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ class GatewayInstruments:
         self.stream_record_failures = self._counter(metrics.GATEWAY_RECORD_FAILURES)
         self.response_store_failures = self._counter(metrics.GATEWAY_RESPONSE_FAILURES)
         self.stream_record_bytes = self._counter(metrics.GATEWAY_RECORD_BYTES)
+        self.file_store_failures = self._counter(metrics.GATEWAY_FILE_FAILURES)
         self.state_calls = self._counter(metrics.GATEWAY_STATE_CALLS)
         self.quota_wait_seconds = self._histogram(metrics.GATEWAY_STATE_SECONDS)
         self.quotas_alone = self._gauge(metrics.GATEWAY_STATE_ALONE)

@@ -50,6 +50,14 @@ class PoolSeal:
         """Return the name of a stored response: a hash of tenant and response, 32 hexadecimal digits."""
         return self._name(b"response", tenant, response_id)
 
+    def file(self, file_id: str) -> bytes:
+        """Return the name of a file: a hash, 32 hexadecimal digits."""
+        return self._name(b"file", "", file_id)
+
+    def batch(self, batch_id: str) -> bytes:
+        """Return the name of a batch: a hash, 32 hexadecimal digits."""
+        return self._name(b"batch", "", batch_id)
+
     def seed(self, tenant: str, stream_id: str) -> int:
         """Return the seed of a stream whose request has none: 63 bits."""
         return int.from_bytes(self._mac(b"seed\0" + stream_id.encode() + b"\0" + tenant.encode())[:8]) >> 1

@@ -66,29 +66,9 @@ class StateClient:
         self.server = server
         self._on_call = on_call
         redis = _redis()
-        errors = import_module("redis.exceptions")
-        self._failures = (errors.RedisError, OSError, TimeoutError)
-        self._answers: tuple[type[Exception], ...] = (errors.ResponseError,)
-        shared: dict[str, Any] = {
-            "db": server.db,
-            "username": server.username or None,
-            "password": server.password or None,
-            "socket_timeout": _SOCKET_SECONDS,
-            "socket_connect_timeout": _CONNECT_SECONDS,
-            "retry": import_module("redis.asyncio.retry").Retry(import_module("redis.backoff").NoBackoff(), 0),
-            "max_connections": _MAX_CONNECTIONS,
-        }
-        if server.socket:
-            pooled = redis.ConnectionPool(
-                connection_class=import_module("redis.asyncio.connection").UnixDomainSocketConnection,
-                path=server.socket,
-                **shared,
-            )
-            self._client: Any = redis.Redis.from_pool(pooled)
-        else:
-            if server.is_tls:
-                shared |= {"ssl": True, "ssl_ca_certs": server.cacert or None, "ssl_cert_reqs": ssl.CERT_REQUIRED}
-            self._client = redis.Redis(host=server.host, port=server.port, **shared)
+        self._failures = (import_module("redis.exceptions").RedisError, OSError, TimeoutError)
+        kind, options = connection_options(server, "redis.asyncio")
+        self._client: Any = redis.Redis.from_pool(redis.ConnectionPool(connection_class=kind, **options))
 
     def script(self, part: str, text: str) -> StateScript:
         """Return a script.
@@ -111,12 +91,8 @@ class StateClient:
             async with asyncio.timeout(seconds):
                 found: list[Any] = await script(keys, arguments)
         except self._failures as error:
-            # Not the error's text, which may contain keys and passwords.
-            code = str(error).partition(" ")[0]
-            shown = code if code.isascii() and code.isupper() and code.isalpha() else type(error).__name__
-            self._note(part, _OUTCOMES.get(shown, "unreachable" if shown in _LOST else "error"))
-            unavailable = StoreUnavailable(f"Redis at {self.server.text} failed: {shown}")
-            unavailable.has_answered = isinstance(error, self._answers) and shown not in _LOST
+            unavailable, outcome = failure_of(error, self.server)
+            self._note(part, outcome)
             raise unavailable from error
         self._note(part, "ok")
         return found
@@ -128,6 +104,44 @@ class StateClient:
     def _note(self, part: str, outcome: str) -> None:
         if self._on_call is not None:
             self._on_call(part, outcome)
+
+
+def connection_options(server: StateServer, package: str) -> tuple[Any, dict[str, Any]]:
+    """Return the class of a connection, and the options of a pool of connections.
+
+    Args:
+        server: the server.
+        package: `redis` or `redis.asyncio`.
+    """
+    classes = import_module(f"{package}.connection")
+    options: dict[str, Any] = {
+        "db": server.db,
+        "username": server.username or None,
+        "password": server.password or None,
+        "socket_timeout": _SOCKET_SECONDS,
+        "socket_connect_timeout": _CONNECT_SECONDS,
+        "retry": import_module(f"{package}.retry").Retry(import_module("redis.backoff").NoBackoff(), 0),
+        "max_connections": _MAX_CONNECTIONS,
+    }
+    if server.socket:
+        return classes.UnixDomainSocketConnection, {**options, "path": server.socket}
+    options |= {"host": server.host, "port": server.port}
+    if not server.is_tls:
+        return classes.Connection, options
+    return classes.SSLConnection, {
+        **options, "ssl_ca_certs": server.cacert or None, "ssl_cert_reqs": ssl.CERT_REQUIRED
+    }  # fmt: skip
+
+
+def failure_of(error: Exception, server: StateServer) -> tuple[StoreUnavailable, str]:
+    """Return the error of a failed call, and its outcome for metrics."""
+    # Not the error's text, which may contain keys and passwords.
+    code = str(error).partition(" ")[0]
+    shown = code if code.isascii() and code.isupper() and code.isalpha() else type(error).__name__
+    unavailable = StoreUnavailable(f"Redis at {server.text} failed: {shown}")
+    answers: type[Exception] = import_module("redis.exceptions").ResponseError
+    unavailable.has_answered = isinstance(error, answers) and shown not in _LOST
+    return unavailable, _OUTCOMES.get(shown, "unreachable" if shown in _LOST else "error")
 
 
 def _redis() -> Any:

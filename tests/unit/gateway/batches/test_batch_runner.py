@@ -18,6 +18,7 @@ from kvferry.gateway.batches.batch_run import LineAnswer, RunParts
 from kvferry.gateway.batches.batch_runner import BatchRunner
 from kvferry.gateway.batches.batch_service import BatchService
 from kvferry.gateway.batches.batch_usage import BatchUsage
+from kvferry.gateway.batches.folder import BatchFolder
 from kvferry.gateway.batches.line_slots import LineSlots
 from kvferry.gateway.batches.records import WINDOW_SECONDS, BatchRecord
 from kvferry.gateway.batches.states import BatchState
@@ -103,7 +104,8 @@ class Rig:
     def results(self, file_id: str | None) -> list[dict[str, Any]]:
         if file_id is None:
             return []
-        return [json.loads(text) for text in self.service.folder.content(file_id).read_bytes().splitlines()]
+        with self.service.storage.open_content(file_id) as file:
+            return [json.loads(text) for text in file]
 
     def ids(self, file_id: str | None) -> list[str]:
         return sorted(result["custom_id"] for result in self.results(file_id))
@@ -117,7 +119,7 @@ def line(name: str, **changes: Any) -> bytes:
 @contextmanager
 def rigged(path: Path, clock: ManualClock | None = None, places: int = 2) -> Iterator[Rig]:
     clock = clock or ManualClock()
-    service = BatchService(BatchConfig(path, tenant_file_bytes=100_000), clock)
+    service = BatchService(BatchFolder(path), BatchConfig(path, tenant_file_bytes=100_000), clock)
     api, outcomes, pauses = Api(), list[str](), list[float]()
 
     def check_model(_tenant: str, model: str) -> None:
@@ -130,7 +132,7 @@ def rigged(path: Path, clock: ManualClock | None = None, places: int = 2) -> Ite
 
     slots = LineSlots(lambda: places)
     parts = RunParts(
-        service.folder, service.config, clock, slots, api, check_model,
+        service.storage, service.config, clock, slots, api, check_model,
         has_tenant=lambda tenant: tenant != "gone", tenant_lines=lambda _: 99, on_line=outcomes.append, pause=pause,
     )  # fmt: skip
     yield Rig(service, clock, parts, api, outcomes, pauses)
@@ -161,7 +163,7 @@ async def test_a_batch_is_completed_with_a_bounded_number_of_lines_at_a_time(rig
         found = await rig.service.file("t", done.output_file_id)
         assert found.purpose == "batch_output"
         await eventually(lambda: runner.num_runs == 0)
-    assert not (await asyncio.to_thread(lambda: rig.service.folder.content(rig_error(done)).exists()))
+    assert await asyncio.to_thread(rig.service.storage.content_size, rig_error(done)) is None
 
 
 def rig_error(batch: BatchRecord) -> str:
@@ -341,7 +343,7 @@ async def test_two_processes_share_a_folder_and_one_runs(tmp_path, caplog):
     with rigged(tmp_path / "batches", clock) as first, rigged(tmp_path / "batches", clock) as second:
         await first.upload(b"")
         async with first.running() as runner:
-            await eventually(lambda: first.service.folder.is_runner)
+            await eventually(lambda: first.service.storage.is_runner)
             async with second.running() as other:
                 await eventually(lambda: "another gateway process runs the batches" in caplog.text)
                 batch = await second.create("a")

@@ -10,11 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.gateway.batches import lines
-from kvferry.gateway.batches.lines import ENDPOINTS, MAX_ERRORS, done_id, numbered_lines, validate
+from kvferry.gateway.batches.lines import ENDPOINTS, MAX_ERRORS, Validation, done_id, numbered_lines, validate
 from kvferry.gateway.batches.result_file import ResultFile
 
 CHAT = ENDPOINTS[0]
 MOST = 4096
+
+
+def validated(path: Path) -> Validation:
+    with path.open("rb") as file:
+        return validate(file, CHAT, MOST)
 
 
 def line(custom_id: Any = "a", **changes: Any) -> bytes:
@@ -25,13 +30,13 @@ def line(custom_id: Any = "a", **changes: Any) -> bytes:
 def errors(tmp_path: Path, content: bytes) -> list[tuple[str, int | None]]:
     path = tmp_path / "input"
     path.write_bytes(content)
-    return [(error.code, error.line) for error in validate(path, CHAT, MOST).errors]
+    return [(error.code, error.line) for error in validated(path).errors]
 
 
 def test_a_valid_file_has_a_model_and_a_number_of_lines(tmp_path):
     path = tmp_path / "input"
     path.write_bytes(b"\xef\xbb\xbf" + line("a") + b"\r\n\n  \n" + line("b"))
-    found = validate(path, CHAT, MOST)
+    found = validated(path)
     assert (found.errors, found.model, found.total) == ([], "m", 2)
 
 
@@ -73,6 +78,11 @@ def test_the_number_of_errors_and_of_lines_is_bounded(tmp_path, monkeypatch):
     assert len(errors(tmp_path, b"{\n" * 1000)) == MAX_ERRORS
     monkeypatch.setattr(lines, "MAX_LINES", 3)
     assert errors(tmp_path, b"\n".join(line(str(number)) for number in range(5))) == [("too_many_requests", 4)]
+
+
+def test_the_mark_at_the_beginning_of_a_file_does_not_count_as_part_of_a_line():
+    found = list(numbered_lines(io.BytesIO(b"\xef\xbb\xbf" + b"x" * 9 + b"\n" + b"y\n"), 10))
+    assert found == [(1, b"x" * 9 + b"\n"), (2, b"y\n")]
 
 
 @given(st.lists(st.binary(max_size=30).map(lambda text: text.replace(b"\n", b"")), max_size=8), st.integers(1, 20))

@@ -1,15 +1,14 @@
 """The routes of files and batches, except for uploads."""
 
-import os
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
 from kvferry.gateway.batches.batch_service import BatchService
-from kvferry.gateway.batches.folder import BatchFolder
+from kvferry.gateway.batches.storage import BatchStorage
 from kvferry.gateway.http.batches.bodies import (
     BatchesQuery,
     BatchList,
@@ -112,19 +111,19 @@ class _FileContent(BodyRoute):
         """See `BodyRoute.serve`."""
         tenant = self.context.caller(request).tenant
         service = opened(self._service)
-        record, descriptor = await service.open_content(tenant, request.path_params["file_id"])
+        record, file = await service.open_content(tenant, request.path_params["file_id"])
         try:
-            await while_connected(request.receive, _send_file(service.folder, descriptor, record.num_bytes, send))
+            await while_connected(request.receive, _send_file(service.storage, file, record.num_bytes, send))
         finally:
-            os.close(descriptor)
+            await service.storage.run(file.close)
 
 
-async def _send_file(folder: BatchFolder, descriptor: int, num_bytes: int, send: Send) -> None:
+async def _send_file(storage: BatchStorage, file: BinaryIO, num_bytes: int, send: Send) -> None:
     headers = [(b"content-type", OCTETS.encode()), (b"content-length", str(num_bytes).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     place = 0
     while place < num_bytes:
-        data = await folder.run(os.pread, descriptor, min(_READ_BYTES, num_bytes - place), place)
+        data = await storage.run(file.read, min(_READ_BYTES, num_bytes - place))
         if not data:
             raise OSError(f"the file has {place} bytes instead of {num_bytes}")
         place += len(data)

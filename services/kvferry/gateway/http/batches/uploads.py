@@ -1,4 +1,4 @@
-"""Receives POST /v1/files: a form whose file is written to the disk while it arrives."""
+"""Receives POST /v1/files: a form whose file is stored while it arrives."""
 
 import asyncio
 import re
@@ -12,7 +12,7 @@ from starlette.types import Message, Send
 
 from kvferry.core.errors import InvalidRequest, KvferryError, RequestCancelled, shortened
 from kvferry.gateway.batches.batch_service import BatchService
-from kvferry.gateway.batches.folder import Upload
+from kvferry.gateway.batches.storage import UploadWriter
 from kvferry.gateway.http.batches.bodies import FileUpload, file_object
 from kvferry.gateway.http.batches.multipart import MultipartReader, Part, boundary_of
 from kvferry.gateway.http.batches.switched_off import opened
@@ -43,11 +43,11 @@ _MAX_LENGTH_DIGITS = 18
 class _Form:
     """The fields of a form, and the file that is being written."""
 
-    def __init__(self, upload: Upload, service: BatchService) -> None:
+    def __init__(self, upload: UploadWriter, service: BatchService) -> None:
         self.fields: dict[str, Any] = {}
         self.filename = ""
         self._upload, self._limit = upload, service.config.max_file_bytes
-        self._run = service.folder.run
+        self._run = service.storage.run
         self._name = ""
         self._text = bytearray()
         self._file = bytearray()
