@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -110,6 +111,21 @@ async def test_a_gateway_without_its_redis_answers_by_name_and_other_routes_go_o
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         calls = gateway.gateway.instruments.state_calls
         assert calls.labels("files", "unreachable")._value.get() > 0
+
+
+async def test_a_redis_that_stalls_delays_a_request_for_its_time_limit_only(server):
+    async with served(server) as (gateway, http):
+        file = (await upload(http, b"{}\n")).json()["id"]
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            stalled = await http.get(f"/v1/files/{file}")
+            assert (stalled.status_code, stalled.json()["error"]["code"]) == (503, "files_unavailable")
+            assert gateway.gateway.instruments.state_calls.labels("files", "slow")._value.get() > 0
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        async with asyncio.timeout(20):
+            while (await http.get(f"/v1/files/{file}/content")).status_code != 200:
+                pass
 
 
 def test_the_word_state_needs_the_setting_state():
