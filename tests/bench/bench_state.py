@@ -2,6 +2,7 @@
 
     make bench-state                          eight pairs
     make bench-state ARGS="--pairs 4"
+    make bench-state ARGS="--files"           the storage of files and batches only
 
 Gateways, a stub worker that generates nothing and a Redis server run all the time. All gateways have a quota of
 requests. Rows are appended to tests/bench/results/state.csv.
@@ -11,6 +12,7 @@ stored    the same with responses that are stored: in the gateway's memory, or i
 continued the same with responses that continue one with 16 turns, and are not stored
 admitted  requests that three gateways admit together, at twice the tenant's limit, as a share of the limit; "off": the
           same gateways, each with its own quota
+files     one thread uploads 64 MiB, reads them, and writes result lines of 1 kB: in a folder ("off"), in Redis ("on")
 """
 
 import argparse
@@ -19,11 +21,13 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 from bench_gateway import MODEL, TEXT, answer, body_of, open_loop, prompts, stub, wait_ready
 from harness.machine import cpu_name
 from harness.servers.processes import running
@@ -32,11 +36,23 @@ from harness.servers.worker_channel import TEST_KEYS
 
 from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
+from kvferry.core.clock import SystemClock
+from kvferry.gateway.batches import lines
+from kvferry.gateway.batches.folder import BatchFolder
+from kvferry.gateway.batches.records import FileRecord, new_batch_id, new_file_id, result_ids
+from kvferry.gateway.batches.shared.shared_calls import SharedCalls
+from kvferry.gateway.batches.shared.shared_storage import SharedStorage
+from kvferry.gateway.batches.storage import BatchStorage
+from kvferry.gateway.state.blocking_client import BlockingStateClient
+from kvferry.gateway.state.pool_seal import PoolSeal
+from kvferry.gateway.state.state_url import parse_state_url
 from kvferry.model.source import open_model
 
 RESULTS = Path(__file__).parent / "results" / "state.csv"
 CONNECTIONS = 32
 LIMIT_PER_SECOND, BURST = 20, 20
+FILE_MIB, FILE_LINES = 64, 500
+FILE_CELLS = {"upload": "MB/s", "read": "MB/s", "result line": "ms"}
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -149,19 +165,76 @@ def measure(pairs: int, rate: float, seconds: float, *, is_short: bool) -> list[
     return rows
 
 
+def measure_files(pairs: int) -> list[dict[str, object]]:
+    """Measure the storage of files and batches in a folder and in Redis, in turns."""
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
+        client = BlockingStateClient(parse_state_url(f"redis://127.0.0.1:{redis.port}/0"), SystemClock(), "files")
+        calls = SharedCalls(client, PoolSeal(b"k" * 32), "bench", 8 << 30, SystemClock())
+        storages: dict[str, BatchStorage] = {
+            "off": BatchFolder(Path(folder)), "on": SharedStorage(calls, client.close),
+        }  # fmt: skip
+        try:
+            for pair in range(pairs):
+                order = ("off", "on") if pair % 2 == 0 else ("on", "off")
+                found = {name: file_times(storages[name]) for name in order}
+                for cell, unit in FILE_CELLS.items():
+                    values = {name: round(found[name][cell], 4) for name in ("off", "on")}
+                    rows.append({"pair": pair, "cell": cell, **values, "unit": unit})
+                    print(f"pair {pair}  {cell:12} off {values['off']:8.3f}  on {values['on']:8.3f} {unit}")
+        finally:
+            for storage in storages.values():
+                storage.close()
+    return rows
+
+
+def file_times(storage: BatchStorage) -> dict[str, float]:
+    """Return the rates of an upload and of its reading in MB/s, and the time of writing a line in milliseconds."""
+    piece, now = os.urandom(1 << 20), int(time.time())
+    begun = time.perf_counter()
+    upload = storage.new_upload(new_file_id())
+    for _ in range(FILE_MIB):
+        upload.write(piece)
+    record = FileRecord(upload.file_id, "bench", "batch", "bench", upload.num_bytes, now, now + 3600)
+    storage.add(upload, record, max_files=1000, max_bytes=1 << 40)
+    uploaded = time.perf_counter()
+    with storage.open_content(record.id) as file:
+        while file.read(1 << 20):
+            pass
+    read = time.perf_counter()
+    storage.delete("bench", record.id, now)
+    results = storage.open_results(result_ids(new_batch_id())[0], storage.try_lock())
+    written = time.perf_counter()
+    for number in range(FILE_LINES):
+        answer = lines.LineResponse(200, "id", msgspec.Raw(b'"%s"' % (b"x" * 900)))
+        results.append(lines.result_line(str(number), answer))
+    ended = time.perf_counter()
+    results.close()
+    megabytes = FILE_MIB * (1 << 20) / 1e6
+    return {
+        "upload": megabytes / (uploaded - begun),
+        "read": megabytes / (read - uploaded),
+        "result line": 1e3 * (ended - written) / FILE_LINES,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--rate", type=float, default=100.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--short", action="store_true", help="latencies only")
+    parser.add_argument("--files", action="store_true", help="the storage of files and batches only")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     common = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "cpu": cpu_name(),
         "load_average": os.getloadavg()[0],
     }  # fmt: skip
-    rows = measure(arguments.pairs, arguments.rate, arguments.seconds, is_short=arguments.short)
+    if arguments.files:
+        rows = measure_files(arguments.pairs)
+    else:
+        rows = measure(arguments.pairs, arguments.rate, arguments.seconds, is_short=arguments.short)
     append_csv(arguments.csv, [{**common, **row} for row in rows])
 
 
