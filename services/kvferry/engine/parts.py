@@ -30,7 +30,7 @@ LoadAdapter = Callable[[AdapterId, Path], LoadedAdapter | KvferryError | None]
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What requests are checked against, and blocks are named with."""
+    """Properties of the model by which requests are checked and blocks are named."""
 
     max_model_tokens: int
     """Context length, prompt and output; an engine serves at most what its pages hold."""

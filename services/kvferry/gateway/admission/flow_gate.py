@@ -448,7 +448,7 @@ class FlowGate:
 
     def _wake(self) -> None:
         if self._waker is not None:
-            self._waker.want()
+            self._waker.request()
 
     async def _follow(self) -> None:
         """Dispatch at each change of the fleet, and at intervals the places of readers that do not read, until

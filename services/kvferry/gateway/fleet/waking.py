@@ -42,7 +42,7 @@ class Waker:
         self.failure = ""
         """Error of the last check; empty if it succeeded or none was needed."""
 
-    def want(self) -> None:
+    def request(self) -> None:
         """Start checking the scalers immediately, because a request is held."""
         self._is_requested.set()
 

@@ -94,7 +94,7 @@ async def test_the_waker_checks_while_requests_wait():
     waker = Waker(api, holding, CLOCK, sleep=sleep)  # type: ignore[arg-type]
     running = asyncio.create_task(waker.run())
     with holding.held():
-        waker.want()
+        waker.request()
         async with asyncio.timeout(10):
             await slept.acquire()
             api.scalers["decode"] = asleep()
