@@ -301,7 +301,14 @@ RESULT = {"role": "tool", "tool_call_id": "x", "content": "12:00"}
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", ""),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function' or 'custom', not 'web_search'"),
+        ({"tools": [{"type": ["custom"]}]}, "tools.0.type", "must be 'function' or 'custom', not a JSON array"),
+        ({"tools": [{"name": "f"}]}, "tools.0.type", "is missing"),
+        (
+            {"tool_choice": {"type": "tool", "name": "f"}},
+            "tool_choice.type",
+            "must be 'function', 'custom' or 'allowed_tools', not 'tool'",
+        ),
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "missing"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "letters"),
         ({"tools": [named("a" * 65)]}, "tools.0.function.name", "64"),

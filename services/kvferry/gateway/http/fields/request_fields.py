@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
@@ -19,7 +19,7 @@ from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.cache_fields import CacheBreakpoint, CacheControl
 from kvferry.gateway.http.fields.custom_tools import arguments_of
 from kvferry.gateway.http.fields.field_policy import Rules
-from kvferry.gateway.http.fields.strict import Strict, type_of
+from kvferry.gateway.http.fields.strict import Strict, by_type
 from kvferry.text.grammar.grammar_text import MAX_CHOICES
 from kvferry.text.tools.conversations import MAX_CALLS, MAX_ID_CHARS, call_input
 
@@ -60,12 +60,8 @@ class RefusalPart(Strict):
         return self.refusal
 
 
-def _part_type(value: Any) -> str:
-    return "<refusal>" if type_of(value) == "refusal" else "<text>"
-
-
 Part = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part_type)
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], by_type("text", "refusal")
 ]
 
 
@@ -113,7 +109,7 @@ class CustomToolCall(Strict):
 
 MessageCall = Annotated[
     Annotated[MessageToolCall, Tag("<function>")] | Annotated[CustomToolCall, Tag("<custom>")],
-    Discriminator(lambda value: "<custom>" if type_of(value) == "custom" else "<function>"),
+    by_type("function", "custom"),
 ]
 
 

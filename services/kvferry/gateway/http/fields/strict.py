@@ -11,7 +11,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, PrivateAttr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    PrivateAttr,
+    ValidationError,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, from_json
 
@@ -39,6 +48,8 @@ Prompt = str | list[str] | list[int] | list[list[int]]
 _JSON_TYPES: Mapping[type, str] = {str: "string", list: "array", dict: "object"}
 _OBJECT = re.compile(r"a valid dictionary or (?:instance of \w+|object to extract fields from)")
 _NUMBER = re.compile(r"\d+")
+_TYPE_ERROR = "object_type"
+"""Pydantic's name of the error of an object whose `type` selects no class."""
 
 
 def is_no_op(value: object, accepted: Iterable[object]) -> bool:
@@ -60,6 +71,26 @@ def _is_same(value: object, other: object) -> bool:
 def type_of(value: object) -> object:
     """Return the field `type` of an object of a body, or of its parsed form, which selects one of several classes."""
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def by_type(default: str, *others: str) -> Discriminator:
+    """Return a discriminator that selects the class with the tag `<TYPE>` by the field `type` of an object.
+
+    Args:
+        default: type of the class that reports a `type` that is missing.
+        others: types of the other classes.
+    """
+    kinds = (default, *others)
+
+    def tag(value: object) -> str | None:
+        kind = type_of(value)
+        if kind is None:
+            return f"<{default}>"
+        return f"<{kind}>" if isinstance(kind, str) and kind in kinds else None
+
+    *before, last = map(repr, kinds)
+    message = f"Input should be {', '.join(before)} or {last}"
+    return Discriminator(tag, custom_error_type=_TYPE_ERROR, custom_error_message=message)
 
 
 class Strict(BaseModel):
@@ -348,7 +379,12 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
     names = _names(kind)
     first = errors[0]
     same = [error for error in errors if error["loc"][:1] == first["loc"][:1]]
-    worst = max(same, key=lambda error: (len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]))
+
+    def depth(error: ErrorDetails) -> tuple[int, list[int]]:
+        is_in_type = error["type"] == _TYPE_ERROR
+        return len(error["loc"]) + is_in_type, [part for part in error["loc"] if isinstance(part, int)]
+
+    worst = max(same, key=depth)
     # Locations include the names of union alternatives, such as `<text>`, which are meaningless to clients.
     field = ".".join(str(part) for part in worst["loc"] if isinstance(part, int) or part in names)
     if worst["type"] == "missing":
@@ -358,6 +394,10 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
     if worst["type"] == "string_too_long":
         most = _NUMBER.findall(worst["msg"])[0]
         return InvalidRequest(f"{field} has {len(worst['input'])} characters; at most {most} are accepted", field=field)
+    if worst["type"] == _TYPE_ERROR:
+        kind_given = type_of(worst["input"])
+        value = repr(shortened(kind_given)) if isinstance(kind_given, str) else shown(kind_given)
+        return InvalidRequest(f"{field}.type{_expectation(worst['msg'])}, not {value}", field=f"{field}.type")
     expected = _expectation(worst["msg"])
     for error in same:  # a fixed value beside another type, such as `bool | Literal["never"]`
         if error is not worst and error["type"] == "literal_error" and error["loc"][:-1] == worst["loc"][:-1]:

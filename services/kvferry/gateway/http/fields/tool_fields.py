@@ -4,13 +4,13 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.inference.tools import MAX_DESCRIPTION_CHARS, MAX_TOOLS, Tool, ToolMode, ToolUse
 from kvferry.gateway.http.fields.cache_fields import CacheControl
 from kvferry.gateway.http.fields.custom_tools import InputGrammar, described, input_schema, is_unenforced
-from kvferry.gateway.http.fields.strict import Strict, type_of
+from kvferry.gateway.http.fields.strict import Strict, by_type
 
 _FUNCTION_FIELD = re.compile(r"tools\.(\d+)\.function\.(\w+)")
 
@@ -99,7 +99,7 @@ class CustomToolDefinition(Strict):
 
 ChatTool = Annotated[
     Annotated[ToolDefinition, Tag("<function>")] | Annotated[CustomToolDefinition, Tag("<custom>")],
-    Discriminator(lambda value: "<custom>" if type_of(value) == "custom" else "<function>"),
+    by_type("function", "custom"),
 ]
 
 
@@ -133,15 +133,9 @@ class NamedCustomChoice(Strict):
         return self.custom.name
 
 
-def choice_type(value: Any) -> str:
-    """Return the tag of a `tool_choice` that is an object, for its validation."""
-    kind = type_of(value)
-    return f"<{kind}>" if kind in ("allowed_tools", "custom") else "<function>"
-
-
 OneTool = Annotated[
     Annotated[NamedChoice, Tag("<function>")] | Annotated[NamedCustomChoice, Tag("<custom>")],
-    Discriminator(lambda value: "<custom>" if type_of(value) == "custom" else "<function>"),
+    by_type("function", "custom"),
 ]
 
 
@@ -165,7 +159,7 @@ ToolChoice = (
         Annotated[NamedChoice, Tag("<function>")]
         | Annotated[NamedCustomChoice, Tag("<custom>")]
         | Annotated[AllowedChoice, Tag("<allowed_tools>")],
-        Discriminator(choice_type),
+        by_type("function", "custom", "allowed_tools"),
     ]
 )
 

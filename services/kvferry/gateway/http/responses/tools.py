@@ -15,7 +15,7 @@ from kvferry.core.inference.tools import MAX_DESCRIPTION_CHARS, MAX_TOOLS, ToolU
 from kvferry.gateway.http.fields import field_policy
 from kvferry.gateway.http.fields.custom_tools import InputGrammar, described, input_schema, is_unenforced
 from kvferry.gateway.http.fields.field_policy import Rules
-from kvferry.gateway.http.fields.strict import MAX_NAME_CHARS, Strict, type_of
+from kvferry.gateway.http.fields.strict import MAX_NAME_CHARS, Strict, by_type, type_of
 from kvferry.gateway.http.fields.tool_fields import (
     AllowedChoice,
     AllowedTools,
@@ -112,7 +112,7 @@ class CustomTool(Strict):
 
 OfferedTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
-    Discriminator(lambda value: "<custom>" if type_of(value) == "custom" else "<function>"),
+    by_type("function", "custom"),
 ]
 
 
