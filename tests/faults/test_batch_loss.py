@@ -16,7 +16,8 @@ from harness.servers.redis_server import redis_server
 from harness.waiting import until
 
 CHAT = "/v1/chat/completions"
-SHARED = ("--batch-folder", "state", "--drain-seconds", "1")
+# One line at a time, so that a batch is never over when its progress, written each second, is first seen.
+SHARED = ("--batch-folder", "state", "--batch-lines", "1", "--drain-seconds", "1")
 COUNT = 150
 
 
