@@ -22,6 +22,7 @@ from kvferry.gateway.dispatch.journal import MAX_LISTED, Journal
 from kvferry.gateway.http.admin_access import AdminAccess, ChangeGuard
 from kvferry.gateway.http.browsers import BrowserGuard, BrowserRules
 from kvferry.gateway.http.client_api import error_response
+from kvferry.gateway.http.fields.query import known, single_fields
 from kvferry.gateway.http.generation_routes import PATHS as GENERATION_PATHS
 from kvferry.gateway.http.generation_routes import GenerationRoutes
 from kvferry.gateway.http.openai import reply as openai_reply
@@ -119,7 +120,10 @@ class AdminApi:
         return Response(openai_reply.encode(self.overview()), headers=_PRIVATE, media_type=_JSON)
 
     async def _requests(self, request: Request) -> Response:
-        given = request.query_params.get("limit", str(_DEFAULT_LISTED))
+        try:
+            given = known(single_fields(request.query_params), ("limit",)).get("limit", str(_DEFAULT_LISTED))
+        except InvalidRequest as error:
+            return error_response(error)
         if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_LISTED):
             return error_response(
                 InvalidRequest(
@@ -142,8 +146,9 @@ class AdminApi:
         body = {"request_id": request_id, "tenants": [{"tenant": name, "samples": samples} for name, samples in found]}
         return Response(openai_reply.encode(body), headers=_PRIVATE, media_type=_JSON)
 
-    async def _reset_prefix_cache(self, _request: Request) -> Response:
+    async def _reset_prefix_cache(self, request: Request) -> Response:
         try:
+            known(single_fields(request.query_params), ())
             dropped = await self.reset_caches()
         except KvferryError as error:
             return error_response(error)
@@ -160,6 +165,7 @@ class AdminApi:
         self, request: Request, names: Sequence[str], change: Callable[..., Awaitable[Mapping[str, str]]]
     ) -> Response:
         try:
+            known(single_fields(request.query_params), ())
             changed = await change(*await _texts(request, names))
         except KvferryError as error:
             return error_response(error)

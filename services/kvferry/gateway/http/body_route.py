@@ -6,7 +6,7 @@ The ASGI handler of such a route cancels a request whose client disconnects. Ans
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,8 +36,6 @@ _STREAM_HEADERS = (
 )
 BATCH_TENANT = "kvferry.batch_tenant"
 """Entry of the scope of a request that the gateway makes itself, a line of a batch: its tenant."""
-_QUERY_NUMBERS, _QUERY_FLAGS = ("limit", "starting_after"), ("stream", "include_obfuscation")
-"""Parameters of queries that are numbers, and those that are true or false."""
 IGNORED = "kvferry.ignored"
 """Entry of a request's scope: the names of its fields without effect."""
 _log = logging.getLogger(__name__)
@@ -378,14 +376,3 @@ async def _cancelled(task: "asyncio.Task[None] | None") -> None:
 def note_ignored(request: Request, ignored: Sequence[str]) -> None:
     """Record the fields of a request that have no effect, for the response header and the metric of ignored fields."""
     request.scope[IGNORED] = ignored
-
-
-def query_fields(params: Mapping[str, str]) -> dict[str, Any]:
-    """Return the parameters of a query, with numbers converted to integers, and truth values to bool."""
-    found: dict[str, Any] = dict(params)
-    for name, value in params.items():
-        if name in _QUERY_NUMBERS and value.isascii() and value.isdecimal() and len(value) < 10:
-            found[name] = int(value)
-        elif name in _QUERY_FLAGS and value in ("true", "false"):
-            found[name] = value == "true"
-    return found

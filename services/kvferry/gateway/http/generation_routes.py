@@ -3,7 +3,8 @@ with the names and meanings of other servers.
 """
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from kvferry.core.pausing import PauseMode
 from kvferry.gateway.fleet.pool_generation import PoolGeneration
 from kvferry.gateway.http.admin_access import WHO
 from kvferry.gateway.http.client_api import error_response
+from kvferry.gateway.http.fields.query import known, single_fields
 from kvferry.gateway.http.openai import reply
 
 PATHS = (
@@ -40,6 +42,7 @@ _FORMATS = ("auto", "safetensors")
 _MODES = {"abort": PauseMode.ABORT, "retract": PauseMode.KEEP, "in_place": PauseMode.KEEP}
 """Modes of /pause_generation. Both of the latter stop requests and keep their tokens; KV is computed again if, and only
 if, the weights change."""
+_NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 Fields = Mapping[str, Any]
 
 
@@ -69,7 +72,8 @@ class GenerationRoutes:
         ]
 
     async def _pause(self, request: Request) -> object:
-        given = _known(_query(request), ("mode", "clear_cache", "timeout_seconds"))
+        given = _queried(request, ("mode", "clear_cache", "timeout_seconds"))
+        known(await _object(request), ())
         mode = _mode(given.get("mode", "abort"), {mode.value: mode for mode in PauseMode})
         clear = _flag(given.get("clear_cache", "true"), "clear_cache")
         await self.generation.pause(mode, _who(request), _seconds(given.get("timeout_seconds", _DEFAULT_SECONDS)))
@@ -78,13 +82,17 @@ class GenerationRoutes:
         return {"status": "paused", **self._state()}
 
     async def _resume(self, request: Request) -> object:
+        _queried(request)
+        known(await _object(request), ())
         await self.generation.resume(_who(request))
         return {"status": "resumed", **self._state()}
 
-    async def _is_paused(self, _request: Request) -> object:
+    async def _is_paused(self, request: Request) -> object:
+        _queried(request)
         return self._state()
 
-    async def _weights(self, _request: Request) -> object:
+    async def _weights(self, request: Request) -> object:
+        _queried(request)
         weights = self.generation.rule.weights
         return {
             "version": weights.version,
@@ -94,7 +102,7 @@ class GenerationRoutes:
         }
 
     async def _change_weights(self, request: Request) -> object:
-        given = _known(await _object(request), ("path", "version", "mode", "timeout_seconds"))
+        given = await _body(request, ("path", "version", "mode", "timeout_seconds"))
         mode = _mode(given.get("mode", "keep"), {mode.value: mode for mode in PauseMode})
         path, version = _text(given, "path"), _text({"version": "", **given}, "version", is_required=False)
         seconds = _seconds(given.get("timeout_seconds", _DEFAULT_SECONDS))
@@ -102,18 +110,18 @@ class GenerationRoutes:
         return await self._weights(request)
 
     async def _pause_generation(self, request: Request) -> object:
-        given = _known(await _object(request), ("mode",))
+        given = await _body(request, ("mode",))
         await self.generation.pause(_mode(given.get("mode", "abort"), _MODES), _who(request), _DEFAULT_SECONDS)
         return {"status": "ok", "message": "Generation paused successfully."}
 
     async def _continue_generation(self, request: Request) -> object:
-        _known(await _object(request), ())
+        await _body(request, ())
         await self.generation.resume(_who(request))
         return {"status": "ok", "message": "Generation continued successfully."}
 
     async def _update_from_disk(self, request: Request) -> object:
         fields = ("model_path", "load_format", "flush_cache", "abort_all_requests", "weight_version")
-        given = _known(await _object(request), fields)
+        given = await _body(request, fields)
         if given.get("load_format") not in (None, *_FORMATS):
             raise InvalidRequest(f"load_format must be one of {', '.join(_FORMATS)}, or null", field="load_format")
         if not _flag(given.get("flush_cache", True), "flush_cache"):
@@ -151,6 +159,17 @@ def _who(request: Request) -> str:
     return str(request.scope.get(WHO, ""))
 
 
+def _queried(request: Request, names: Sequence[str] = ()) -> Fields:
+    """Return the parameters of a request's query, which has no other ones."""
+    return known(single_fields(request.query_params), names)
+
+
+async def _body(request: Request, names: Sequence[str]) -> Fields:
+    """Return the fields of a request's body, which has no other ones; nor has its query any, which would be ignored."""
+    _queried(request)
+    return known(await _object(request), names)
+
+
 async def _object(request: Request) -> dict[str, Any]:
     """Return the JSON object of a request's body; an empty body has no fields.
 
@@ -168,29 +187,6 @@ async def _object(request: Request) -> dict[str, Any]:
         given = None
     if not isinstance(given, dict):
         raise InvalidRequest("the body must be a JSON object")
-    return given
-
-
-def _query(request: Request) -> Fields:
-    """Return the parameters of a request's query.
-
-    Raises:
-        InvalidRequest: a parameter is given twice.
-    """
-    given: dict[str, Any] = {}
-    for name, value in request.query_params.multi_items():
-        if name in given:
-            raise InvalidRequest(f"{shortened(name)!r} is given twice; give it once", field=shortened(name))
-        given[name] = value
-    return given
-
-
-def _known(given: Fields, names: tuple[str, ...]) -> Fields:
-    for name in given:
-        if name not in names:
-            raise InvalidRequest(
-                f"{shortened(name)!r} is not a field of this request; remove it", field=shortened(name)
-            )
     return given
 
 
@@ -218,10 +214,9 @@ def _flag(value: object, name: str) -> bool:
 
 
 def _seconds(value: object) -> float:
-    try:
-        seconds = -1.0 if isinstance(value, bool) else float(str(value))
-    except ValueError:
-        seconds = -1.0
+    seconds = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        seconds = float(value)
     if not 0.0 <= seconds <= _MAX_SECONDS:
         raise InvalidRequest(
             f"timeout_seconds must be from 0 to {_MAX_SECONDS:.0f}, not {shortened(str(value))!r}",

@@ -173,6 +173,12 @@ async def test_requests_are_listed_newest_first_up_to_the_limit(
     assert sample["phases"][-1]["end"] == sample["timing"]["total_seconds"]
 
 
+async def test_a_list_has_no_unknown_or_doubled_parameters(client: httpx.AsyncClient) -> None:
+    for query in ("limit=1&limit=2", "limt=1"):
+        refused = await client.get(f"/debug/requests?{query}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
 async def test_a_limit_out_of_range_is_refused_by_name(client: httpx.AsyncClient) -> None:
     for limit in ("0", "201", "-1", "1e2", "", "x", "٣", "9" * 5000):
         refused = await client.get("/debug/requests", params={"limit": limit})

@@ -9,8 +9,8 @@ local function drop_batch(member)
   local tenant, id = string.sub(member, 1, 16), string.sub(member, 17)
   uncount(id)
   redis.call('UNLINK', root .. 'b:' .. id)
-  redis.call('ZREM', root .. 'w:' .. tenant, id)
-  redis.call('ZREM', root .. 'v:' .. tenant, id)
+  redis.pcall('ZREM', root .. 'w:' .. tenant, id)
+  redis.pcall('ZREM', root .. 'v:' .. tenant, id)
   redis.call('ZREM', root .. 'q', member)
   redis.call('ZREM', root .. 'y', member)
 end
@@ -50,7 +50,7 @@ BATCH = (
     + """
 local found = redis.call('HMGET', root .. 'b:' .. ARGV[2], 'r', 'v', 'n')
 if not found[1] then return {1} end
-return {0, found[1], found[2], found[3]}
+return {0, found[1], found[2] or '', tonumber(found[3] or 0) or 0}
 """
 )
 """Returns record, version and number of a batch. Arguments: batch."""
@@ -76,13 +76,13 @@ OPEN = (
 local found, at = {0, ARGV[2]}, nil
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', root .. 'q', '(' .. ARGV[2], '+inf', 'LIMIT', 0, ARGV[3])) do
   local id = string.sub(member, 17)
-  local record = redis.call('HGET', root .. 'b:' .. id, 'r')
+  local record = get(root .. 'b:' .. id, 'r')
   found[2] = redis.call('ZSCORE', root .. 'q', member)
   if record then
     found[#found + 1] = id
     found[#found + 1] = record
   else
-    drop_batch(member)  -- someone else has deleted its key
+    drop_batch(member)  -- someone else has deleted or replaced its key
   end
 end
 return found
@@ -99,6 +99,8 @@ local id, lease = ARGV[2], ARGV[5]
 local key = root .. 'b:' .. id
 if lease ~= '' and is_fenced(ARGV[4], lease) then return {4} end
 if redis.call('HGET', key, 'v') ~= ARGV[3] then return {1} end
+local found = redis.call('HMGET', key, 't', 'i', 'a')
+if not (found[1] and found[2] and tonumber(found[3])) then return {1} end
 count(id, #ARGV[7] - redis.call('HSTRLEN', key, 'r'))
 redis.call('HSET', key, 'r', ARGV[7])
 redis.call('HINCRBY', key, 'v', 1)
@@ -106,7 +108,6 @@ for at = 8, #ARGV, 5 do
   if redis.call('HEXISTS', root .. 'o:' .. ARGV[at], 'r') == 0 then register(unpack(ARGV, at, at + 4)) end
 end
 if ARGV[6] == '1' then
-  local found = redis.call('HMGET', key, 't', 'i', 'a')
   local file = root .. 'o:' .. found[2]
   redis.call('ZREM', root .. 'q', found[1] .. id)
   redis.call('ZREM', root .. 'v:' .. found[1], id)

@@ -59,7 +59,12 @@ if not now then
   now = time[1] * 1000 + math.floor(time[2] / 1000)
 end
 local day, entry = 86400000, 128
-local function number(key, name) return tonumber(redis.call('HGET', key, name) or 0) or 0 end
+-- A key of another type is like one that is not there: it must not end scripts that go through all tenants' objects.
+local function get(key, name)
+  local found = redis.pcall('HGET', key, name)
+  return type(found) == 'string' and found
+end
+local function number(key, name) return tonumber(get(key, name) or 0) or 0 end
 local function text(value) return string.format('%.0f', value) end
 local function count(id, added)
   if added == 0 then return end  -- and never -0, which is no number for the server
@@ -68,7 +73,7 @@ local function count(id, added)
 end
 local function uncount(id)
   local size = number(bytes, 's:' .. id)
-  if size ~= 0 then redis.call('HINCRBY', bytes, 'all', -size) end
+  if size ~= 0 then redis.pcall('HINCRBY', bytes, 'all', -size) end
   redis.call('HDEL', bytes, 's:' .. id)
 end
 local function keep(...)
@@ -78,10 +83,10 @@ local function keep(...)
 end
 local function drop(id)
   uncount(id)
-  local tenant, size = string.match(redis.call('HGET', bytes, 'm:' .. id) or '', '^(%x+):(%d+)$')
+  local tenant, size = string.match(get(bytes, 'm:' .. id) or '', '^(%x+):(%d+)$')
   if tenant then
-    redis.call('ZREM', root .. 'u:' .. tenant, id)
-    if size ~= '0' then redis.call('HINCRBY', bytes, 'p:' .. tenant, '-' .. size) end
+    redis.pcall('ZREM', root .. 'u:' .. tenant, id)
+    if size ~= '0' then redis.pcall('HINCRBY', bytes, 'p:' .. tenant, '-' .. size) end
     if number(bytes, 'p:' .. tenant) <= 0 then redis.call('HDEL', bytes, 'p:' .. tenant) end
     redis.call('HDEL', bytes, 'm:' .. id)
   end
@@ -175,7 +180,8 @@ READ = (
 local key, from, left = root .. 'o:' .. ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local fields = redis.call('HMGET', key, 'c', 'r', 'p', 'z', 'n')
 if not fields[1] then return {1} end
-local found = {0, tonumber(fields[1]), fields[2] or '', tonumber(fields[3] or fields[4] or 0), tonumber(fields[5] or 0)}
+local size, n = tonumber(fields[3] or fields[4] or 0) or 0, tonumber(fields[5] or 0) or 0
+local found = {0, tonumber(fields[1]), fields[2] or '', size, n}
 for at = from, math.min(tonumber(fields[1]), from + 512) - 1 do
   if left <= 0 then break end
   local chunk = redis.call('HGET', key, text(at))

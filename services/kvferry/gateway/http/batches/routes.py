@@ -21,7 +21,8 @@ from kvferry.gateway.http.batches.bodies import (
 )
 from kvferry.gateway.http.batches.switched_off import opened
 from kvferry.gateway.http.batches.uploads import CreateFile
-from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, note_ignored, query_fields, while_connected
+from kvferry.gateway.http.body_route import JSON, ApiContext, BodyRoute, note_ignored, while_connected
+from kvferry.gateway.http.fields.query import query_fields
 from kvferry.gateway.http.fields.strict import Strict, json_object, parse_fields
 from kvferry.gateway.http.openai.reply import encode
 

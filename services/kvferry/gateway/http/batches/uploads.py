@@ -46,6 +46,8 @@ class _Form:
     def __init__(self, upload: UploadWriter, service: BatchService) -> None:
         self.fields: dict[str, Any] = {}
         self.filename = ""
+        self._seen = set[str]()
+        """Names of the fields."""
         self._upload, self._limit = upload, service.config.max_file_bytes
         self._run = service.storage.run
         self._name = ""
@@ -57,7 +59,7 @@ class _Form:
         """Begin a part.
 
         Raises:
-            InvalidRequest: the form has two files.
+            InvalidRequest: the form has two files, or the field before it was given twice.
         """
         self._end_field()
         self._name = part.name
@@ -100,6 +102,10 @@ class _Form:
     def _end_field(self) -> None:
         if self._name not in ("", "file"):
             text = self._text.decode("utf-8", "replace")
+            if self._name in self._seen:
+                name = shortened(self._name)
+                raise InvalidRequest(f"{name} is given twice; give it once", field=name)
+            self._seen.add(self._name)
             nested = _NESTED.fullmatch(self._name)
             inner = self.fields.setdefault(nested[1], {}) if nested is not None else None
             if nested is not None and isinstance(inner, dict):

@@ -17,9 +17,9 @@ from kvferry.gateway.http.body_route import (
     BodyRoute,
     note_ignored,
     prepared,
-    query_fields,
     while_connected,
 )
+from kvferry.gateway.http.fields.query import query_fields
 from kvferry.gateway.http.fields.strict import Strict, parse_fields
 from kvferry.gateway.http.openai.reply import encode
 from kvferry.gateway.http.responses.background import BackgroundRuns, NotStreamed
@@ -215,8 +215,7 @@ class _Retrieve(BodyRoute):
 
 def _queried(request: Request) -> dict[str, Any]:
     """Return the fields of a query, without `include`: a response has what its creation included."""
-    fields = query_fields(request.query_params)
-    return {name: value for name, value in fields.items() if name not in ("include", "include[]")}
+    return query_fields(request.query_params, ("include", "include[]"))
 
 
 async def _replayed(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:

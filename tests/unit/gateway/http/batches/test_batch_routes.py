@@ -179,6 +179,8 @@ async def test_a_cancelled_batch_leaves_nothing_in_flight(gateway, client):
 
 WRONG_FORMS: list[tuple[dict[str, Any], str | None]] = [
     ({"data": {"purpose": "user_data"}, "files": {"file": b"x"}}, "purpose"),
+    ({"data": {"purpose": ["batch", "batch"]}, "files": {"file": b"x"}}, "purpose"),
+    ({"data": {"purpose": "batch", "a": ["b", "c"]}, "files": {"file": b"x"}}, "a"),
     ({"data": {"purpose": "batch"}}, None),
     ({"data": {"purpose": "batch", "a": "b"}, "files": {"b": b"x"}}, "file"),
     ({"files": {"file": b"x"}}, "purpose"),
@@ -195,6 +197,13 @@ async def test_a_wrong_form_is_refused_by_name_and_leaves_nothing(gateway, http)
         assert answer.status_code == (400 if field is not None else 415), answer.text
         assert (answer.json()["error"]["param"] or "").partition(".")[0] == (field or "")
         assert left(gateway) == []
+
+
+@pytest.mark.parametrize("query", ["limit=1&limit=2", "after=a&after=b", "other=1"])
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+async def test_parameters_that_are_unknown_or_given_twice_are_refused(http, path, query):
+    answer = await http.get(f"{path}?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
 
 
 async def test_unknown_fields_of_a_form_are_named(http):
