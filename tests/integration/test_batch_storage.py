@@ -1,16 +1,20 @@
 """Files and batches: one suite over the folder and a real Redis, and what only the latter has: several gateways,
 leases, sealed chunks, bounds, and a server that is full, a replica, gone, or written to by others."""
 
+import asyncio
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from harness.servers.redis_server import RedisServer, redis_server
+from harness.waiting import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +31,7 @@ from kvferry.gateway.batches.shared.shared_contents import CHUNK_BYTES, UPLOAD_S
 from kvferry.gateway.batches.shared.shared_storage import LEASE_SECONDS, SharedStorage
 from kvferry.gateway.batches.states import BATCH_MACHINE, BatchEvent, BatchState
 from kvferry.gateway.batches.storage import BatchStorage
+from kvferry.gateway.batches.storage_threads import NUM_THREADS
 from kvferry.gateway.decide.config import BatchConfig
 from kvferry.gateway.state.blocking_client import BlockingStateClient
 from kvferry.gateway.state.pool_seal import PoolSeal
@@ -291,6 +296,33 @@ def test_results_are_read_after_a_restart_and_become_a_file(storage):
     assert storage.records.file("a", "file-xo", NOW) == file
     assert read(storage, "file-xo") == content
     assert storage.records.stored_bytes("a") == len(content) + 3
+
+
+async def test_checks_of_long_files_delay_neither_the_lease_nor_the_api(storage, monkeypatch):
+    lease, opened, ends = storage.try_lock(), list[str](), threading.Event()
+    records = [begun(storage, stored(storage, tenant)) for tenant in "abcdefgh"]
+    real = storage.open_content
+
+    def slow(file_id: str) -> Any:
+        opened.append(file_id)
+        assert ends.wait(60)
+        return real(file_id)
+
+    monkeypatch.setattr(storage, "open_content", slow)
+    parts = RunParts(
+        storage, BatchConfig(None), ManualClock(), LineSlots(lambda: 1), AsyncMock(), lambda *_: None, lambda _: True,
+        lambda _: 1,
+    )  # fmt: skip
+    runs = [asyncio.create_task(BatchRun(record, parts, lease).run()) for record in records]
+    try:
+        await eventually(lambda: len(opened) >= NUM_THREADS)
+        async with asyncio.timeout(30):
+            assert await storage.run(storage.try_lock) == lease
+            assert await storage.run(storage.records.batch, "a", records[0].id) == records[0]
+    finally:
+        ends.set()
+    await asyncio.gather(*runs)
+    assert {storage.records.batch(record.tenant, record.id).status for record in records} == {BatchState.FAILED}
 
 
 OPERATIONS = st.lists(

@@ -167,7 +167,7 @@ class BatchRun:
 
     async def _validate(self) -> None:
         try:
-            found = await self._parts.storage.run(self._read_all)
+            found = await self._parts.storage.run_long(self._read_all)
         except NoSuchFile:
             found = Validation([LineError("file_not_found", "the input file does not exist any more", "input_file_id")])
         if not found.errors:
@@ -188,7 +188,7 @@ class BatchRun:
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[_Results]:
-        output, errors = await self._parts.storage.run(self._open_both)
+        output, errors = await self._parts.storage.run_long(self._open_both)
         run = self._parts.storage.run
         results = self._results = _Results(ResultWriter(output, run), ResultWriter(errors, run))
         try:
@@ -208,12 +208,12 @@ class BatchRun:
     @asynccontextmanager
     async def _input(self) -> AsyncIterator[Iterator[InputLine]]:
         storage = self._parts.storage
-        file = await storage.run(storage.open_content, self.record.input_file_id)
+        file = await storage.run_long(storage.open_content, self.record.input_file_id)
         try:
             yield lines.valid_lines(file, self.record.endpoint, self._parts.config.max_body_bytes)
         finally:
             # A cancelled task may leave a read on a thread: the file is closed after it.
-            await storage.run(file.close)
+            await storage.run_long(file.close)
 
     async def _compute(self, results: _Results) -> None:
         """Compute the lines that have no result, until all have one or the run is stopped."""
@@ -223,7 +223,7 @@ class BatchRun:
         async with self._input() as reader:
             try:
                 while not stopped.done():
-                    line = await self._parts.storage.run(_next, reader, done)
+                    line = await self._parts.storage.run_long(_next, reader, done)
                     if line is None:
                         break
                     while self._is_full(running, len(line.body)) and not stopped.done():
@@ -295,7 +295,7 @@ class BatchRun:
         if self._reason is BatchEvent.CANCEL:
             error, outcome = lines.CANCELLED, "cancelled"
         async with self._opened() as results:
-            count = await self._parts.storage.run(self._append_errors, results.done, results.errors.file, error)
+            count = await self._parts.storage.run_long(self._append_errors, results.done, results.errors.file, error)
         for _ in range(count):
             self._parts.on_line(outcome)
 
@@ -315,7 +315,7 @@ class BatchRun:
         """Make the files of the results visible, and enter the final state."""
         if self.record.status is BatchState.IN_PROGRESS and self._reason is None:
             await self._change(BatchEvent.FINISH, (), **self.counts())
-        files, fields = await self._parts.storage.run(self._result_files)
+        files, fields = await self._parts.storage.run_long(self._result_files)
         if self._results is not None and sum(file.num_bytes for file in files) != self._results.num_bytes:
             raise LeaseLost("results were lost after their lines were computed; these are computed again")
         ends = {BatchState.FINALIZING: BatchEvent.COMPLETE, BatchState.CANCELLING: BatchEvent.STOP}

@@ -81,6 +81,10 @@ class BatchFolder:
         """See `BatchStorage.run`."""
         return await self._threads.run(call, *args, **kwargs)
 
+    async def run_long(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """See `BatchStorage.run_long`."""
+        return await self._threads.run_long(call, *args, **kwargs)
+
     @property
     def name(self) -> str:
         """See `BatchStorage.name`."""

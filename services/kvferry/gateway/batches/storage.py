@@ -2,8 +2,8 @@
 
 Two implementations: `folder` for the gateways of one machine, `shared` for all gateways of a pool, in Redis.
 
-Methods other than `run` block, and may be called on any thread. A run of a batch writes with the number of the lease
-under which it began, and its writes are refused once another gateway has a later one.
+Methods other than `run` and `run_long` block, and may be called on any thread. A run of a batch writes with the number
+of the lease under which it began, and its writes are refused once another gateway has a later one.
 """
 
 from collections.abc import Callable, Sequence
@@ -212,6 +212,10 @@ class BatchStorage(Protocol):
 
     async def run(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a function that blocks on one of the storage's own threads, so that a slow one delays nothing else."""
+        ...
+
+    async def run_long(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function that reads a whole file, on other threads than those of `run`."""
         ...
 
     def new_upload(self, file_id: str) -> UploadWriter:

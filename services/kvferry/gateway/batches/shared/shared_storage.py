@@ -59,6 +59,10 @@ class SharedStorage:
         """See `BatchStorage.run`."""
         return await self._threads.run(call, *args, **kwargs)
 
+    async def run_long(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """See `BatchStorage.run_long`."""
+        return await self._threads.run_long(call, *args, **kwargs)
+
     def new_upload(self, file_id: str) -> SharedUpload:
         """See `BatchStorage.new_upload`."""
         return SharedUpload(self._calls, file_id)
