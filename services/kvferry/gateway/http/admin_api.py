@@ -52,6 +52,8 @@ PATHS = (
 )
 _DEFAULT_LISTED = 50
 """Number of requests in a list without `limit`."""
+_RESET_OPTIONS = ("reset_running_requests", "reset_external")
+"""Parameters of vLLM's /reset_prefix_cache; both are false by default."""
 _PRIVATE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 """Headers of responses that must not be cached, since they change continuously and contain names of tenants."""
 
@@ -148,7 +150,9 @@ class AdminApi:
 
     async def _reset_prefix_cache(self, request: Request) -> Response:
         try:
-            known(single_fields(request.query_params), ())
+            for name, value in known(single_fields(request.query_params), _RESET_OPTIONS).items():
+                if value.lower() not in ("false", "0"):
+                    raise InvalidRequest(f"{name} must be false: requests that run, and tiers, keep KV", field=name)
             dropped = await self.reset_caches()
         except KvferryError as error:
             return error_response(error)

@@ -142,6 +142,7 @@ async def test_a_pause_that_does_not_settle_is_reported_and_stays(gateway: Scrip
         ("/weights?mode=abort", {"path": "a"}, "mode"),
         ("/update_weights_from_disk?model_path=a", {"model_path": "b"}, "model_path"),
         ("/reset_prefix_cache?other=1", {}, "other"),
+        ("/reset_prefix_cache?reset_running_requests=true", {}, "reset_running_requests"),
         ("/v1/load_lora_adapter?lora_name=a", {"lora_name": "b", "lora_path": "c"}, "lora_name"),
         ("/weights", {}, "path"),
         ("/weights", {"path": ""}, "path"),
