@@ -219,10 +219,7 @@ def build_gateway(
     pins = FleetPins(fleet, clock)
     generation = PoolGeneration(fleet, clock, lambda: _forget_cached(dispatcher, pins))
     reset_caches = CacheReset(fleet, lambda: _forget_cached(dispatcher, pins)).run
-    batches = None
-    if config.batches is not None:
-        storage = _batch_storage(config, config.batches, clock, instruments, str(incarnation))
-        batches = BatchService(storage, config.batches, clock)
+    batches = _batch_service(config, clock, instruments, str(incarnation))
     access = AdminAccess(is_loopback_address(config.admin_address), config.admin_token_file, clock)
     access.warn()
     client_api = ClientApi(
@@ -292,6 +289,15 @@ def _shared(
             on_failure=lambda reason: instruments.response_store_failures.labels(reason).inc(),
         ),
     )
+
+
+def _batch_service(
+    config: GatewayConfig, clock: Clock, instruments: GatewayInstruments, gateway: str
+) -> BatchService | None:
+    """Return the service of files and batches; `None` if they are off."""
+    if config.batches is None:
+        return None
+    return BatchService(_batch_storage(config, config.batches, clock, instruments, gateway), config.batches, clock)
 
 
 def _batch_storage(

@@ -211,13 +211,15 @@ def main(seconds: float, streams: int, count: int, seed: int, connector: str, fa
             if fault_seconds:
                 beside.append(disturb(parent, fault_seconds, report))
             asking = run(str(ready["grpc"]), cases, expected, seconds, streams, report)
-            asyncio.run(_with(asking, beside, report))
+            asyncio.run(run_beside(asking, beside, report))
             assert_workers_idle(workers.values(), within_seconds=IDLE_SECONDS)
             assert stack.stop() == 0
     sys.exit(_print(report, has_faults=fault_seconds > 0))
 
 
-async def _with(asking: Coroutine[Any, Any, None], others: Sequence[Coroutine[Any, Any, None]], report: Report) -> None:
+async def run_beside(
+    asking: Coroutine[Any, Any, None], others: Sequence[Coroutine[Any, Any, None]], report: Report
+) -> None:
     """Run coroutines that do not end beside one that does."""
     beside = [asyncio.create_task(other) for other in others]
     try:

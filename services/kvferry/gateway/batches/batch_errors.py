@@ -33,6 +33,12 @@ class LeaseLost(KvferryError):
     reason = "BATCH_LEASE_LOST"
 
 
+class ResultsLost(KvferryError):
+    """The storage has lost results of a run, whose lines are computed again."""
+
+    reason = "BATCH_RESULTS_LOST"
+
+
 def no_file(file_id: str, field: str) -> NoSuchFile:
     """Return the error for a file that the tenant does not have."""
     return NoSuchFile(f"file {shortened(file_id)!r} does not exist; GET /v1/files lists the files", field=field)

@@ -15,7 +15,7 @@ from msgspec import Raw
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.gateway.batches import lines
-from kvferry.gateway.batches.batch_errors import LeaseLost, NoSuchFile
+from kvferry.gateway.batches.batch_errors import NoSuchFile, ResultsLost
 from kvferry.gateway.batches.batch_usage import BatchUsage, usage_of
 from kvferry.gateway.batches.line_slots import LineSlots
 from kvferry.gateway.batches.lines import InputLine, LineFailure, LineResponse, Validation
@@ -317,7 +317,7 @@ class BatchRun:
             await self._change(BatchEvent.FINISH, (), **self.counts())
         files, fields = await self._parts.storage.run_long(self._result_files)
         if self._results is not None and sum(file.num_bytes for file in files) != self._results.num_bytes:
-            raise LeaseLost("results were lost after their lines were computed; these are computed again")
+            raise ResultsLost("results were lost after their lines were computed; these are computed again")
         ends = {BatchState.FINALIZING: BatchEvent.COMPLETE, BatchState.CANCELLING: BatchEvent.STOP}
         event = ends.get(self.record.status, BatchEvent.EXPIRE)
         await self._change(event, files, **fields, **self.counts())

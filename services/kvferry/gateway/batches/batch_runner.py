@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvferry.core.errors import KvferryError
-from kvferry.gateway.batches.batch_errors import LeaseLost
+from kvferry.gateway.batches.batch_errors import LeaseLost, ResultsLost
 from kvferry.gateway.batches.batch_run import BatchRun, RunParts
 from kvferry.gateway.batches.records import BatchRecord
 from kvferry.gateway.batches.states import BatchEvent, BatchState
@@ -153,7 +153,7 @@ class BatchRunner:
             self._paused.pop(batch_id, None)
         except asyncio.CancelledError:
             raise
-        except LeaseLost as error:
+        except (LeaseLost, ResultsLost) as error:
             # It begins again if it is still this gateway's.
             _log.warning("a run of batch %s has ended: %s", batch_id, error.message)
         except Exception as error:

@@ -19,8 +19,8 @@ from kvferry.core.errors import Unavailable
 from kvferry.gateway.batches.batch_errors import FOLDER_SETTING, NoSuchFile
 from kvferry.gateway.batches.records import FileRecord, result_ids
 from kvferry.gateway.batches.result_file import ResultFile
+from kvferry.gateway.batches.sqlite_records import SqliteRecords
 from kvferry.gateway.batches.storage_threads import StorageThreads
-from kvferry.gateway.batches.store import RecordStore
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,7 +72,7 @@ class BatchFolder:
         """
         self.path = path
         self._lock = threading.Lock()
-        self._records: RecordStore | None = None
+        self._records: SqliteRecords | None = None
         self._threads = StorageThreads("batch folder")
         self._runner = -1
         """Descriptor of the locked file; -1 if this process does not run batches."""
@@ -101,7 +101,7 @@ class BatchFolder:
         return self._runner >= 0
 
     @property
-    def records(self) -> RecordStore:
+    def records(self) -> SqliteRecords:
         """The records; the first use creates the folder.
 
         Raises:
@@ -114,7 +114,7 @@ class BatchFolder:
                     for name in ("files", "uploads"):
                         (self.path / name).mkdir(mode=0o700, exist_ok=True)
                     (self.path / "records.sqlite").touch(mode=0o600)
-                self._records = RecordStore(self.path / "records.sqlite")
+                self._records = SqliteRecords(self.path / "records.sqlite")
             return self._records
 
     def content(self, file_id: str) -> Path:

@@ -55,6 +55,7 @@ class ResultLines(Protocol):
             OSError: the lines could not be written.
             Unavailable: likewise.
             LeaseLost: another gateway runs the batches.
+            ResultsLost: the storage has lost lines that were there.
         """
         ...
 

@@ -5,14 +5,12 @@ import os
 import stat
 
 import pytest
+from harness.servers.batch_pool import NOW, begun, stored
 
 from kvferry.core.errors import Unavailable
 from kvferry.gateway.batches.batch_errors import NoSuchFile
 from kvferry.gateway.batches.folder import BatchFolder
-from kvferry.gateway.batches.records import BatchRecord, FileRecord, new_batch_id, new_file_id, result_ids
-from kvferry.gateway.batches.states import BatchState
-
-NOW = 1_700_000_000
+from kvferry.gateway.batches.records import result_ids
 
 
 @pytest.fixture
@@ -20,25 +18,6 @@ def folder(tmp_path):
     opened = BatchFolder(tmp_path / "batches")
     yield opened
     opened.close()
-
-
-def stored(folder: BatchFolder, tenant: str = "a", size: int = 3, expires: int = NOW + 100) -> FileRecord:
-    upload = folder.new_upload(new_file_id())
-    try:
-        upload.write(b"x" * size)
-        record = FileRecord(upload.file_id, tenant, "batch", "f", size, NOW, expires)
-        folder.add(upload, record, max_files=3, max_bytes=10)
-    finally:
-        upload.drop()
-    return record
-
-
-def begun(folder: BatchFolder, file: FileRecord) -> BatchRecord:
-    record = BatchRecord(
-        new_batch_id(), file.tenant, "/v1/embeddings", file.id, BatchState.VALIDATING, NOW, {}, output_seconds=3600
-    )
-    folder.records.add_batch(record)
-    return record
 
 
 def test_one_process_at_a_time_runs_the_batches_of_a_folder(folder):

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvferry.core.errors import Unavailable
-from kvferry.gateway.batches.batch_errors import LeaseLost, NoSuchFile
+from kvferry.gateway.batches.batch_errors import NoSuchFile, ResultsLost
 from kvferry.gateway.batches.lines import done_id
 from kvferry.gateway.batches.records import FileRecord
 from kvferry.gateway.batches.shared import shared_scripts as scripts
@@ -226,7 +226,7 @@ class SharedResults:
         before = self._writer.count
         self._catch_up()
         if self._writer.count <= before:
-            raise LeaseLost("Redis has lost results of a batch; what is left is read again")
+            raise ResultsLost("Redis has lost results of a batch; what is left is read again")
         self._append(lines)
 
     def _catch_up(self) -> None:

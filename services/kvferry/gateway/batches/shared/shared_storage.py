@@ -46,11 +46,6 @@ class SharedStorage:
         return True
 
     @property
-    def is_runner(self) -> bool:
-        """Whether this process had the lease when it last tried."""
-        return self._has_lease
-
-    @property
     def records(self) -> SharedRecords:
         """See `BatchStorage.records`."""
         return self._records

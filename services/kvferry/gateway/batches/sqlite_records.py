@@ -51,7 +51,7 @@ WHERE tenant = :tenant AND expires_at > :now AND (:purpose IS NULL OR purpose = 
 _OLDEST_FIRST, _NEWEST_FIRST = "ORDER BY number ASC LIMIT :limit", "ORDER BY number DESC LIMIT :limit"
 
 
-class RecordStore:
+class SqliteRecords:
     """The records of one folder."""
 
     def __init__(self, path: Path) -> None:
