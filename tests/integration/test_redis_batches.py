@@ -3,7 +3,7 @@ full, a replica, or gone."""
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from harness.servers.batch_pool import MOST, NOW, Pool, begun, line, listed, mem
 from harness.servers.redis_server import RedisServer, redis_server
 
 from kvferry.core.errors import Unavailable
-from kvferry.gateway.batches.batch_errors import LeaseLost, NoSuchFile, ResultsLost
+from kvferry.gateway.batches.batch_errors import LeaseLost, NoSuchFile, ResultsLost, WrongState
 from kvferry.gateway.batches.batch_run import BatchRun, LineAnswer, RunParts
 from kvferry.gateway.batches.line_slots import LineSlots
-from kvferry.gateway.batches.records import new_file_id, result_ids
+from kvferry.gateway.batches.records import BatchRecord, new_file_id, result_ids
 from kvferry.gateway.batches.shared.shared_calls import SharedCalls
 from kvferry.gateway.batches.shared.shared_contents import CHUNK_BYTES, UPLOAD_SECONDS
 from kvferry.gateway.batches.shared.shared_storage import LEASE_SECONDS, SharedStorage
@@ -182,6 +182,27 @@ def test_everything_of_a_deleted_file_and_batch_is_gone(pool):
     storage.records.drop_batches(NOW + 1)
     assert [key.rpartition(b":f:")[2] for key in pool.names()] == [b"bytes"]
     assert pool.server.ask(b"HGETALL", pool.names()[0]) == [b"all", b"0", b"number", b"2"]
+
+
+def test_an_input_whose_batch_the_server_has_lost_can_be_deleted(pool, monkeypatch):
+    storage = pool.open()
+    file = stored(storage)
+    lost = begun(storage, file)
+    assert pool.server.ask(b"DEL", PoolSeal(b"k" * 32).prefix + b"f:b:" + PoolSeal(b"k" * 32).batch(lost.id)) == 1
+    batches, added = storage.records.open_batches, list[BatchRecord]()
+
+    def late() -> Sequence[BatchRecord]:
+        found = batches()
+        if not added:
+            added.append(begun(storage, file))
+        return found
+
+    monkeypatch.setattr(storage.records, "open_batches", late)
+    with pytest.raises(WrongState, match="input of batch"):  # begun between the look and the deletion
+        storage.delete("a", file.id, NOW)
+    storage.records.change(added[0].id, BatchEvent.REFUSE, NOW)
+    storage.delete("a", file.id, NOW)
+    assert listed(storage) == []
 
 
 def test_a_server_without_memory_refuses_uploads_and_still_reads_cancels_and_deletes(pool):

@@ -46,6 +46,7 @@ class BatchRunner:
         self._next_sweep = 0.0
         self._lease = 0
         """Number of the lease under which batches run; 0 if another process runs them."""
+        self._renewing = asyncio.Lock()
         self._woken = woken
         self._complaint = ""
 
@@ -54,6 +55,11 @@ class BatchRunner:
         """Number of batches that run."""
         return len(self._runs)
 
+    @property
+    def has_lease(self) -> bool:
+        """Whether this process runs the batches."""
+        return bool(self._lease)
+
     def wake(self) -> None:
         """Look for changes now."""
         self._woken.set()
@@ -61,17 +67,30 @@ class BatchRunner:
     async def run(self) -> None:
         """Run batches until cancelled; the rest of their lines is computed after the next start."""
         try:
-            while True:
-                self._woken.clear()
-                await self._look()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_SECONDS):
-                        await self._woken.wait()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._keep_lease(), name="batches' lease")
+                group.create_task(self._keep_looking(), name="batches")
         finally:
             runs = dict(self._runs)
             await self._end_runs()
             self._runs = runs
             await self._write_progress()
+
+    async def _keep_lease(self) -> None:
+        """Renew the lease in time, however long a look takes."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if self._lease:
+                with suppress(Exception):  # the next look tries again, and logs it
+                    await self._renew()
+
+    async def _keep_looking(self) -> None:
+        while True:
+            self._woken.clear()
+            await self._look()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS):
+                    await self._woken.wait()
 
     async def _look(self) -> None:
         """Start and stop runs; log what prevents it, once."""
@@ -79,21 +98,31 @@ class BatchRunner:
         try:
             if not await storage.run(lambda: storage.exists):
                 return
-            lease = await storage.run(storage.try_lock)
-            if lease != self._lease:
-                # What ran under another lease may not write any more.
-                await self._end_runs()
-                self._lease = lease
+            lease = await self._renew()
             if not lease:
                 self._complain(f"another gateway process runs the batches of {storage.name}; this one only keeps them")
                 return
             records = await storage.run(lambda: storage.records)
             await self._sweep()
             await self._write_progress()
-            self._follow(await storage.run(records.open_batches))
+            batches = await storage.run(records.open_batches)
+            if lease == self._lease:
+                self._follow(batches)
             self._complaint = ""
         except KvferryError as error:
             self._complain(f"the batches of {storage.name} cannot be run: {error.message}")
+        except Exception as error:  # such as a folder that cannot be read for a while: the next look tries again
+            self._complain(f"the batches of {storage.name} cannot be run: {error}", exc_info=True)
+
+    async def _renew(self) -> int:
+        """Take or renew the lease, and return its number; 0 if another process has it."""
+        async with self._renewing:
+            lease = await self._parts.storage.run(self._parts.storage.try_lock)
+            if lease != self._lease:
+                # What ran under another lease may not write any more.
+                await self._end_runs()
+                self._lease = lease
+            return lease
 
     async def _end_runs(self) -> None:
         """Cancel all runs."""
@@ -104,10 +133,10 @@ class BatchRunner:
         self._runs.clear()
         self._written.clear()
 
-    def _complain(self, text: str) -> None:
+    def _complain(self, text: str, *, exc_info: bool = False) -> None:
         if text != self._complaint:
             self._complaint = text
-            _log.warning("%s", text)
+            _log.warning("%s", text, exc_info=exc_info)
 
     async def _sweep(self) -> None:
         now = self._parts.clock.monotonic()

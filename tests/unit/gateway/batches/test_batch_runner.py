@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -375,3 +376,69 @@ async def test_slots_are_given_in_order_and_come_back_after_cancellations():
     await asyncio.gather(first, *others, return_exceptions=True)
     assert order == [0, 1, 3, 4]
     assert slots.num_taken == 0
+
+
+async def test_the_lease_is_renewed_while_a_look_at_the_batches_takes_long(rig, monkeypatch):
+    storage, ends, renewed = rig.service.storage, threading.Event(), list[int]()
+    await rig.create("a")
+    real_lock, real_batches = storage.try_lock, storage.records.open_batches
+    looking = threading.Event()
+
+    def slow() -> Sequence[BatchRecord]:
+        looking.set()
+        assert ends.wait(60)
+        return real_batches()
+
+    def counted() -> int:
+        if looking.is_set():
+            renewed.append(real_lock())
+            return renewed[-1]
+        return real_lock()
+
+    monkeypatch.setattr(batch_runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(storage.records, "open_batches", slow)
+    monkeypatch.setattr(storage, "try_lock", counted)
+    async with rig.running():
+        await eventually(lambda: len(renewed) >= 3)
+        ends.set()
+    assert all(renewed)
+
+
+async def test_a_lease_that_is_lost_while_a_look_takes_long_starts_no_run(rig, monkeypatch):
+    storage, looking, ends = rig.service.storage, threading.Event(), threading.Event()
+    batch = await rig.create("a")
+    real_lock, real_batches = storage.try_lock, storage.records.open_batches
+
+    def slow() -> Sequence[BatchRecord]:
+        looking.set()
+        assert ends.wait(60)
+        return real_batches()
+
+    monkeypatch.setattr(batch_runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(storage.records, "open_batches", slow)
+    monkeypatch.setattr(storage, "try_lock", lambda: 0 if looking.is_set() else real_lock())
+    async with rig.running() as runner:
+        await eventually(looking.is_set)
+        await eventually(lambda: not runner.has_lease)
+        ends.set()
+        await eventually(lambda: not runner.has_lease and runner.num_runs == 0)
+        assert (await rig.state(batch)).status is BatchState.VALIDATING
+    assert rig.api.calls == []
+
+
+async def test_a_look_that_fails_is_tried_again(rig, monkeypatch, caplog):
+    batch = await rig.create("a")
+    records = rig.service.storage.records
+    real, fails = records.open_batches, [OSError(5, "Input/output error"), RuntimeError("unexpected")]
+
+    def failing() -> Sequence[BatchRecord]:
+        if fails:
+            raise fails.pop()
+        return real()
+
+    monkeypatch.setattr(batch_runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(records, "open_batches", failing)
+    async with rig.running():
+        assert (await rig.over(batch)).status is BatchState.COMPLETED
+    assert "cannot be run: unexpected" in caplog.text
+    assert "cannot be run: [Errno 5]" in caplog.text

@@ -82,12 +82,21 @@ class SharedRecords:
     def delete_file(self, tenant: str, file_id: str, now: float) -> None:
         """Delete a file; see `BatchStorage.delete`."""
         self.file(tenant, file_id, now)
-        reply, _ = self._calls.run(scripts.DELETE, self._seal.file(file_id), self._seal.tenant(tenant))
-        if reply is ScriptReply.MOVED:
-            raise no_file(file_id, "file_id")
-        if reply is ScriptReply.REFUSED:
+        number = b""
+        for _ in range(_MAX_TRIES):
+            reply, values = self._calls.run(
+                scripts.DELETE, self._seal.file(file_id), self._seal.tenant(tenant), number
+            )  # fmt: skip
+            if reply is ScriptReply.MOVED:
+                raise no_file(file_id, "file_id")
+            if reply is ScriptReply.DONE:
+                return
+            # The server may have lost a batch that was counted as a reader, for example since it evicts.
+            (number,) = values
             readers = [batch.id for batch in self.open_batches() if batch.input_file_id == file_id]
-            raise is_input(file_id, readers[0] if readers else "unknown")
+            if readers:
+                raise is_input(file_id, readers[0])
+        raise is_input(file_id, "unknown")
 
     def drop_expired(self, now: float) -> None:
         """Delete expired files, except for the inputs of batches that are not over.

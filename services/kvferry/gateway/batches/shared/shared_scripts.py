@@ -219,12 +219,14 @@ DELETE = (
     + """
 local key, owner = root .. 'o:' .. ARGV[2], redis.call('HGET', bytes, 'm:' .. ARGV[2]) or ''
 if string.sub(owner, 1, #ARGV[3] + 1) ~= ARGV[3] .. ':' then return {1} end
-if number(key, 'k') > 0 then return {3} end
+local readers, n = number(key, 'k'), redis.call('HGET', bytes, 'number')
+if readers > 0 and ARGV[4] ~= n then return {3, n} end
 drop(ARGV[2])
 return {0}
 """
 )
-"""Deletes a file. Arguments: file, tenant."""
+"""Deletes a file. If batches read it, returns the last number of all files and batches instead. Arguments: file,
+tenant, and that number as an earlier call returned it, if no batch of then reads the file in fact."""
 
 DROP = (
     FREE
