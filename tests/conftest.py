@@ -19,4 +19,4 @@ settings.load_profile("any-machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz-seconds", type=float, default=15.0, help="seconds per fuzz target (tests/fuzz)")
+    parser.addoption("--fuzz-seconds", type=float, default=10.0, help="seconds per fuzz target (tests/fuzz)")

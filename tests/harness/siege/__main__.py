@@ -31,13 +31,14 @@ LIMITS = {
     "first token ratio": 2.0,
     "between tokens ratio": 2.0,
     "gateway MiB": 600.0,
-    "gateway memory ratio": 1.2,
+    "gateway growth MiB": 48.0,
     "log MiB": 10.0,
     "worker exits": 0.0,
     "canary failures": 0.0,
 }
-"""Limits. A ratio of latencies is that of the 95th percentile under siege to the median before; that of memory compares
-the gateway some seconds after the siege with before."""
+"""Limits. A ratio of latencies is that of the 95th percentile under siege to the median before. The growth of memory is
+that of the gateway from before to some seconds after the siege: large messages leave objects scattered over Python's
+arenas, 10 to 40 MiB that further sieges neither free nor increase."""
 
 
 @contextmanager
@@ -112,7 +113,7 @@ def main(seconds: float, names: tuple[str, ...], model: str) -> None:
                 "first token ratio": p95(disturbed.first) / statistics.median(calm.first),
                 "between tokens ratio": p95(disturbed.between) / statistics.median(calm.between),
                 "gateway MiB": most / (1 << 20),
-                "gateway memory ratio": gateway.memory_info().rss / before,
+                "gateway growth MiB": (gateway.memory_info().rss - before) / (1 << 20),
                 "log MiB": log.stat().st_size / (1 << 20),
                 "worker exits": float(exits),
                 "canary failures": float(len(disturbed.failures)),

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -78,13 +78,19 @@ def free_memory() -> None:
             trim(0)
 
 
+_MAX_WAIT = 60
+"""Maximum number of checks between two returns of an idle process that has not grown."""
+
+
 @dataclass(slots=True)
 class MemoryGrowth:
-    """Decides when a process should return freed memory, from its resident memory in bytes.
+    """Decides when a process should return freed memory, from its resident memory in bytes at regular checks.
 
     Growth is measured from the memory that remained after the last return. If requests ran during that return, their
-    memory was part of it, so in an idle process growth is measured from the last return without requests. Otherwise
-    memory that the requests have freed since would be kept.
+    memory was part of it, so in an idle process growth is measured from the last return without requests. A request
+    may also have been received or answered during that one. An idle process that is larger than it has been before
+    therefore repeats the return, after 1, 2, 4, and then up to 60 checks; otherwise memory that such requests have
+    freed since would be kept.
     """
 
     idle_limit: int
@@ -93,16 +99,30 @@ class MemoryGrowth:
     """Growth in bytes after which a process returns memory during requests, which wait meanwhile."""
     idle_base: int
     busy_base: int
+    _lowest: int = field(init=False)
+    _wait: int = 1
+    """Number of checks from the next return of an idle process to the one after it."""
+    _left: int = 0
+    """Number of checks until an idle process repeats the return."""
+
+    def __post_init__(self) -> None:
+        self._lowest = self.idle_base
 
     def is_due(self, resident: int, *, busy: bool) -> bool:
-        """Return whether memory should be returned now.
+        """Return whether memory should be returned now; called once per check.
 
         Args:
             resident: resident memory of the process in bytes.
             busy: whether requests are running.
         """
         self.idle_base, self.busy_base = min(self.idle_base, resident), min(self.busy_base, resident)
-        return resident > (self.busy_base + self.busy_limit if busy else self.idle_base + self.idle_limit)
+        self._lowest = min(self._lowest, resident)
+        if busy:
+            self._wait = 1
+            return resident > self.busy_base + self.busy_limit
+        self._left -= 1
+        is_larger = resident > self._lowest + self.idle_limit
+        return resident > self.idle_base + self.idle_limit or (is_larger and self._left <= 0)
 
     def returned(self, resident: int, *, busy: bool) -> None:
         """Record the memory that remains after a return.
@@ -114,6 +134,7 @@ class MemoryGrowth:
         self.busy_base = resident
         if not busy:
             self.idle_base = resident
+            self._left, self._wait = self._wait, min(2 * self._wait, _MAX_WAIT)
 
 
 def usable_memory(cgroup: Path = _CGROUP) -> int:
