@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry.core.clock import Clock
 from kvferry.core.process.open_files import max_connections
-from kvferry.gateway.build import GatewayParts, build_gateway
+from kvferry.gateway.build.gateway_parts import GatewayParts, build_gateway
 from kvferry.gateway.decide.config import GatewayConfig
 from kvferry.gateway.fleet.pool_api import PoolApi
 from kvferry.gateway.fleet.worker_keys import WorkerKeys

@@ -6,28 +6,20 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import UsageError
 from kvferry.core.ids import new_incarnation
 from kvferry.core.traces.spans import Tracer
 from kvferry.gateway.admission.flow_gate import FlowGate
-from kvferry.gateway.admission.quota_sync import QuotaSync
 from kvferry.gateway.admission.tenants import Tenants
-from kvferry.gateway.batches.batch_run import RunParts
 from kvferry.gateway.batches.batch_runner import BatchRunner
 from kvferry.gateway.batches.batch_service import BatchService
-from kvferry.gateway.batches.folder import BatchFolder
-from kvferry.gateway.batches.line_slots import LineSlots
-from kvferry.gateway.batches.shared.shared_calls import SharedCalls
-from kvferry.gateway.batches.shared.shared_storage import SharedStorage
-from kvferry.gateway.batches.storage import BatchStorage
+from kvferry.gateway.build.admin_parts import build_admin_api
+from kvferry.gateway.build.batch_parts import build_batch_runner, build_batch_service
+from kvferry.gateway.build.shared_state import SharedState, build_shared
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
 from kvferry.gateway.decide.config import (
-    BatchConfig,
     DispatchConfig,
     FlowConfig,
     GatewayConfig,
-    StateConfig,
-    StoreLimits,
 )
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
 from kvferry.gateway.decide.routing.holding import Holding
@@ -46,27 +38,14 @@ from kvferry.gateway.fleet.pool_generation import PoolGeneration
 from kvferry.gateway.fleet.readiness import FleetCollector, PoolCollector
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
-from kvferry.gateway.http.admin_access import AdminAccess
 from kvferry.gateway.http.admin_api import AdminApi
-from kvferry.gateway.http.batches.inner_call import InnerCall
-from kvferry.gateway.http.browsers import BrowserRules, is_loopback_address
 from kvferry.gateway.http.client_api import ClientApi
-from kvferry.gateway.http.generation_routes import GenerationRoutes
-from kvferry.gateway.http.pin_routes import PinRoutes
-from kvferry.gateway.http.responses.shared_store import SharedResponses
 from kvferry.gateway.http.server.tls import Certificate
 from kvferry.gateway.observe.certificate_metrics import CertificateCollector
 from kvferry.gateway.observe.dashboard.history import History
 from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.gateway.observe.request_trace.trace_file import TraceFile
 from kvferry.gateway.observe.request_trace.trace_line import TracedSample
-from kvferry.gateway.resume.resumption import StreamResumption
-from kvferry.gateway.resume.stream_records import StreamRecords
-from kvferry.gateway.resume.stream_store import RecordLimits, StreamStore
-from kvferry.gateway.state.blocking_client import BlockingStateClient
-from kvferry.gateway.state.pool_seal import PoolSeal
-from kvferry.gateway.state.state_client import StateClient
-from kvferry.gateway.state.state_url import parse_state_url
 from kvferry.gateway.status import GatewayStatus
 from kvferry.rpc.otlp import open_tracer
 from kvferry.rpc.tls.pool_tls import PoolTls
@@ -74,9 +53,6 @@ from kvferry.serving.constraint_check import ConstraintCheck
 from kvferry.serving.text_model import TextModel
 from kvferry.serving.text_process import TextProcess
 from kvferry.serving.text_service import TextService
-
-_MAX_LINES = 256
-"""Maximum number of lines of batches that run at a time, if no setting has another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +86,8 @@ class GatewayParts:
     client_app: ASGIApp
     """The application of `client_api`."""
     admin_api: AdminApi
-    shared: "SharedState | None" = None
+    shared: SharedState | None = None
     """What this gateway shares with others; `None` if it has its own state."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedState:
-    """The parts of a gateway whose state all gateways of the pool share."""
-
-    client: StateClient
-    resumption: StreamResumption
-    """Records and continues streams."""
-    quotas: QuotaSync
-    responses: SharedResponses
 
 
 def build_gateway(
@@ -165,20 +130,13 @@ def build_gateway(
     CacheMapCollector(cache_map, cache_feeds, registry)
     PoolCollector(membership, holding, waker, registry)
 
-    shared = None if config.state is None else _shared(config, config.state, clock, instruments, str(incarnation))
+    shared = None if config.state is None else build_shared(config, config.state, clock, instruments, str(incarnation))
     dispatching = DispatchConfig(config.routing, config.retry, config.max_streams, config.tenant_key)
     routing = build_routing(fleet, clock, dispatching, instruments, cache_map)
     gate = FlowGate(
         fleet,
         clock,
-        FlowConfig(
-            config.max_queued,
-            config.max_queued_bytes,
-            config.class_weights,
-            config.max_streams,
-            config.retry.request_timeout_seconds,
-            config.is_small_first,
-        ),
+        _flow_config(config),
         tenants,
         instruments,
         uncached=routing.routes.uncached_tokens,
@@ -219,9 +177,7 @@ def build_gateway(
     pins = FleetPins(fleet, clock)
     generation = PoolGeneration(fleet, clock, lambda: _forget_cached(dispatcher, pins))
     reset_caches = CacheReset(fleet, lambda: _forget_cached(dispatcher, pins)).run
-    batches = _batch_service(config, clock, instruments, str(incarnation))
-    access = AdminAccess(is_loopback_address(config.admin_address), config.admin_token_file, clock)
-    access.warn()
+    batches = build_batch_service(config, clock, instruments, str(incarnation))
     client_api = ClientApi(
         service,
         config.http,
@@ -235,132 +191,27 @@ def build_gateway(
         stored=None if shared is None else shared.responses,
     )
     client_app = client_api.app()
-    admin_api = AdminApi(
-        registry,
-        dispatcher.journal,
-        status.report,
-        reset_caches,
-        adapters.load,
-        adapters.unload,
-        status.overview,
-        status.running,
-        status.readiness,
-        PinRoutes(service, pins, config.http),
-        GenerationRoutes(generation, reset_caches, clock),
-        BrowserRules.of(config.admin_address, config.http.allowed_hosts),
-        access,
+    admin_api = build_admin_api(
+        config, clock, instruments, service, dispatcher, status, adapters, pins, generation, reset_caches
     )
     return GatewayParts(
         config, clock, pool, certificate, pool_tls, instruments, fleet, membership, cache_map, cache_feeds, waker,
         tenants, gate, dispatcher, pins, generation, service, tracer, request_trace, status, batches,
-        None if batches is None else _batch_runner(batches, service, client_app, gate, tenants, instruments),
+        None if batches is None else build_batch_runner(batches, service, client_app, gate, tenants, instruments),
         client_api, client_app, admin_api, shared,
     )  # fmt: skip
 
 
-def _shared(
-    config: GatewayConfig, state: StateConfig, clock: Clock, instruments: GatewayInstruments, gateway: str
-) -> SharedState:
-    """Return what the gateways of the pool share.
-
-    Raises:
-        UsageError: the URL is malformed, a package is missing, or the pool has no key.
-    """
-    server = parse_state_url(state.url)
-    if not config.tenant_key:
-        raise UsageError(
-            "--state needs the pool's key, with which records are sealed; set --tenant-key-file to the same file for "
-            "all gateways",
-            field="tenant_key",
-        )
-    seal = PoolSeal(config.tenant_key)
-    client = StateClient(server, lambda part, outcome: instruments.state_calls.labels(part, outcome).inc())
-    records = StreamRecords(StreamStore(client, seal.pool, RecordLimits(state.total_bytes)), clock, instruments)
-    return SharedState(
-        client,
-        StreamResumption(records, seal, clock, instruments, config.retry.request_timeout_seconds),
-        QuotaSync(client, seal, gateway, clock, instruments),
-        SharedResponses(
-            client,
-            seal,
-            gateway,
-            StoreLimits(tenant_bytes=state.total_bytes // 8, total_bytes=state.total_bytes),
-            clock,
-            on_failure=lambda reason: instruments.response_store_failures.labels(reason).inc(),
-        ),
+def _flow_config(config: GatewayConfig) -> FlowConfig:
+    """Return the configuration of flow control."""
+    return FlowConfig(
+        config.max_queued,
+        config.max_queued_bytes,
+        config.class_weights,
+        config.max_streams,
+        config.retry.request_timeout_seconds,
+        config.is_small_first,
     )
-
-
-def _batch_service(
-    config: GatewayConfig, clock: Clock, instruments: GatewayInstruments, gateway: str
-) -> BatchService | None:
-    """Return the service of files and batches; `None` if they are off."""
-    if config.batches is None:
-        return None
-    return BatchService(_batch_storage(config, config.batches, clock, instruments, gateway), config.batches, clock)
-
-
-def _batch_storage(
-    config: GatewayConfig, batches: BatchConfig, clock: Clock, instruments: GatewayInstruments, gateway: str
-) -> BatchStorage:
-    """Return what keeps files and batches.
-
-    Raises:
-        UsageError: no folder is set, and no state.
-    """
-    if batches.folder is not None:
-        return BatchFolder(batches.folder)
-    if config.state is None:
-        raise UsageError("batch_folder is 'state', which needs --state redis://HOST:6379/0", field="batch_folder")
-    client = BlockingStateClient(
-        parse_state_url(config.state.url),
-        clock,
-        "files",
-        lambda part, outcome: instruments.state_calls.labels(part, outcome).inc(),
-    )
-    calls = SharedCalls(
-        client,
-        PoolSeal(config.tenant_key),
-        gateway,
-        config.state.file_bytes,
-        clock,
-        on_failure=lambda reason: instruments.file_store_failures.labels(reason).inc(),
-    )
-    return SharedStorage(calls, client.close)
-
-
-def _batch_runner(
-    batches: BatchService,
-    service: TextService,
-    client_app: ASGIApp,
-    gate: FlowGate,
-    tenants: Tenants,
-    instruments: GatewayInstruments,
-) -> BatchRunner:
-    """Return what runs the batches; lines take the way of requests of their tenants."""
-
-    def check_model(tenant: str, name: str) -> None:
-        adapter = service.adapter_of(name)
-        service.check_access(tenant, service.model.name if adapter is None else adapter.name)
-
-    def tenant_lines(tenant: str) -> int:
-        most = tenants.policy(tenant).concurrent_requests
-        return _MAX_LINES if most is None else max(1, most // 2)
-
-    given = batches.config.lines
-    parts = RunParts(
-        batches.storage,
-        batches.config,
-        service.clock,
-        LineSlots(lambda: given or max(1, min(_MAX_LINES, gate.room.now().sequences // 2))),
-        InnerCall(client_app),
-        check_model=check_model,
-        has_tenant=lambda tenant: not tenants.keys.are_required or tenant in tenants.keys.tenants,
-        tenant_lines=tenant_lines,
-        on_line=lambda outcome: instruments.batch_lines.labels(outcome).inc(),
-        on_state=lambda state: instruments.batches.labels(state.value).inc(),
-    )
-    return BatchRunner(parts, batches.changed)
 
 
 def _forget_cached(dispatcher: Dispatcher, pins: FleetPins) -> None:
