@@ -47,7 +47,7 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
         (
             {"functions": [{"name": "f"}]},
             "functions",
-            "not supported: use tools; leave it out or set it to [], not a JSON array",
+            "not supported: use tools; leave it out or set it to [], not another array",
         ),
         (
             {"chat_template": "x"},
@@ -221,7 +221,7 @@ async def test_large_bodies_are_refused(client, declared):
         ({"prompt": [1.5]}, "prompt.0", "token ids"),
         ({"prompt": {"a": 1}}, "prompt", ""),
         ({"prompt": None}, "prompt", ""),
-        ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", 'set it to "", not another string'),
         ({"prompt": "a", "echo": 1}, "echo", "not 1"),
         ({"prompt": "a", "best_of": 0}, "best_of", "not 0"),
         ({"prompt": "a", "best_of": 65}, "best_of", "not 65"),

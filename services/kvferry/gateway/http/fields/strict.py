@@ -349,8 +349,12 @@ class _Sorter:
 
 def _not_supported(field: str, rule: FieldRule, value: object) -> InvalidRequest:
     remedy = " or ".join(json.dumps(neutral) for neutral in rule.neutral if neutral is not None) or "null"
+    kinds = (type(neutral) for neutral in rule.neutral)
+    given = (
+        f"another {_JSON_TYPES[type(value)]}" if type(value) in _JSON_TYPES and type(value) in kinds else shown(value)
+    )
     return InvalidRequest(
-        f"{field} is not supported: {rule.reason}; leave it out or set it to {remedy}, not {shown(value)}", field=field
+        f"{field} is not supported: {rule.reason}; leave it out or set it to {remedy}, not {given}", field=field
     )
 
 
