@@ -12,7 +12,7 @@ from kvferry.serving.request import Caller
 @dataclass(frozen=True, slots=True)
 class RequestSize:
     """Size and limits of a request, over all of its prompts and samples. It is admitted with its first sample, or with
-    all beams that a search runs at a time; each further sample waits for a place of its own."""
+    all beams that a search runs at a time; each further sample waits for a slot of its own."""
 
     caller: Caller
     prompts: Sequence[Sequence[int]]
@@ -54,8 +54,8 @@ class Slot(Protocol):
         """Free what the request holds."""
         ...
 
-    def place(self, sample: int) -> AbstractAsyncContextManager[None]:
-        """Return a context in which a sample has a place; entering it waits for one.
+    def sample_slot(self, sample: int) -> AbstractAsyncContextManager[None]:
+        """Return a context in which a sample has a slot; entering it waits for one.
 
         Args:
             sample: index of the prompt * `num_samples` + index of the sample.

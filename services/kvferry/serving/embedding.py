@@ -165,7 +165,7 @@ async def _embed(source: VectorSource, request: VectorRequest, slot: Slot | None
     caller = request.caller if slot is None else slot.admitted(request.caller)
 
     async def one(index: int, ids: Sequence[int]) -> Vector:
-        async with turns, nullcontext() if slot is None else slot.place(index):
+        async with turns, nullcontext() if slot is None else slot.sample_slot(index):
             tokens = Request(caller, ids, NO_SAMPLING, sample_index=index)
             vector = await source.pool(tokens, request.params)
             if slot is not None:

@@ -130,8 +130,8 @@ class Request:
     prior_ids: Sequence[int] = ()
     """Tokens that an earlier stream of this request has generated. The gateway's source continues after them and yields
     later ones only; other sources are given none."""
-    place: Callable[[int], AbstractAsyncContextManager[None]] | None = None
-    """Returns a context in which the sample with this index has a place; `None` if the request has one sample."""
+    sample_slot: Callable[[int], AbstractAsyncContextManager[None]] | None = None
+    """Returns a context in which the sample with this index has a slot; `None` if the request has one sample."""
 
     @property
     def retain_seconds(self) -> float:

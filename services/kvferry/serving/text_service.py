@@ -113,15 +113,15 @@ async def _beams(
 def _sample(
     source: TokenSource, model: TextModel, request: Request, index: int, clock: Clock
 ) -> AsyncGenerator[TextChunk, None]:
-    """Return the chunks of one sample, which waits for its place if the request has several."""
+    """Return the chunks of one sample, which waits for its slot if the request has several."""
     chunks = _sample_now(source, model, request, index, clock)
-    return chunks if request.place is None else _in_place(request.place(index), chunks)
+    return chunks if request.sample_slot is None else _in_slot(request.sample_slot(index), chunks)
 
 
-async def _in_place(
-    place: AbstractAsyncContextManager[None], chunks: AsyncGenerator[TextChunk, None]
+async def _in_slot(
+    slot: AbstractAsyncContextManager[None], chunks: AsyncGenerator[TextChunk, None]
 ) -> AsyncGenerator[TextChunk, None]:
-    async with aclosing(chunks), place:
+    async with aclosing(chunks), slot:
         async for chunk in chunks:
             yield chunk
 
@@ -433,7 +433,9 @@ class TextService:
                     replace(request, on_round=_charge(slot, number, request)) for number, request in enumerate(requests)
                 ]
             elif len(requests) * first.num_samples > 1:
-                requests = [replace(each, place=_places(slot, number, each)) for number, each in enumerate(requests)]
+                requests = [
+                    replace(each, sample_slot=_sample_slots(slot, number, each)) for number, each in enumerate(requests)
+                ]
             async with aclosing(make(requests)) as chunks:
                 async for chunk in chunks:
                     if first.beams is None:
@@ -445,10 +447,10 @@ class TextService:
                     slot.taken()
 
 
-def _places(slot: Slot, number: int, request: Request) -> Callable[[int], AbstractAsyncContextManager[None]]:
-    """Return the function `Request.place` of prompt `number`."""
+def _sample_slots(slot: Slot, number: int, request: Request) -> Callable[[int], AbstractAsyncContextManager[None]]:
+    """Return the function `Request.sample_slot` of prompt `number`."""
     first = number * request.num_samples
-    return lambda index: slot.place(first + index)
+    return lambda index: slot.sample_slot(first + index)
 
 
 def _charge(slot: Slot, number: int, request: Request) -> Callable[[BeamRound], None]:

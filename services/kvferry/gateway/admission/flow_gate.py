@@ -5,8 +5,8 @@ change of the fleet, at the end of each request, and after the computation of ea
 of the reasons to hold requests: they stay in the same queue, the pool is scaled up, and a request is held for a limited
 time.
 
-A request is admitted with a place for its first sample. Each further sample is queued for a place of its own, one of
-a request at a time, so that places go back with each sample that ends, and are taken again in fair order.
+A request is admitted with a slot for its first sample. Each further sample is queued for a slot of its own, one of
+a request at a time, so that slots go back with each sample that ends, and are taken again in fair order.
 
 The slot of a request counts the tokens that the request uses, to free its capacity and correct its charge.
 """
@@ -41,7 +41,7 @@ _BYTES_PER_REQUEST = 4096
 _PATIENCE_SECONDS = 10.0
 """Time for which further samples of a request wait behind requests of the same tenant that have had fewer samples."""
 _UNREAD_SECONDS = 2.0
-"""Time for which a request keeps its places while its output waits for its reader and others wait for places."""
+"""Time for which a request keeps its slots while its output waits for its reader and others wait for slots."""
 _MAX_ESTIMATED_PROMPTS = 16
 """Maximum number of prompts per request whose cached prefixes are looked up; the others count as not cached."""
 UncachedTokens = Callable[[str, Sequence[int]], int]
@@ -241,7 +241,7 @@ class FlowGate:
         return entry
 
     def leave_sample(self, slot: RequestSlot, entry: QueueEntry) -> None:
-        """Free the place of a sample that has ended. Its charge is corrected at the end of the request.
+        """Free the slot of a sample that has ended. Its charge is corrected at the end of the request.
 
         Args:
             slot: slot of the request.
@@ -451,7 +451,7 @@ class FlowGate:
             self._waker.request()
 
     async def _follow(self) -> None:
-        """Dispatch at each change of the fleet, and at intervals the places of readers that do not read, until
+        """Dispatch at each change of the fleet, and at intervals the slots of readers that do not read, until
         cancelled."""
         while True:
             with suppress(TimeoutError):
@@ -470,7 +470,7 @@ class FlowGate:
                 self.controller.rerank(entry, 0)
 
     def _free_unread(self) -> None:
-        """Free the places of requests whose output waits for its reader: the workers go on without them."""
+        """Free the slots of requests whose output waits for its reader: the workers go on without them."""
         limit = self._clock.monotonic() - _UNREAD_SECONDS
         for slot in self._slots:
             if slot.handed_out_at is not None and slot.handed_out_at <= limit:

@@ -1,4 +1,4 @@
-"""The slot of a request at the gateway: the places of its samples, and the tokens that it uses."""
+"""The slot of a request at the gateway: the slots of its samples, and the tokens that it uses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -39,7 +39,7 @@ class RequestSlot:
         self._entries: dict[int, QueueEntry] = {}
         """Entries by sample, if the request has several."""
         self._turn: asyncio.Lock | None = None
-        """Held by the sample that waits for a place."""
+        """Held by the sample that waits for a slot."""
         self.waiting: QueueEntry | None = None
         """The entry of that sample."""
         self.charged_parts = 0.0
@@ -74,8 +74,8 @@ class RequestSlot:
         self._gate.leave(self, is_whole=kind is None)
 
     @asynccontextmanager
-    async def place(self, sample: int) -> AsyncIterator[None]:
-        """See `serving.admission.Slot.place`."""
+    async def sample_slot(self, sample: int) -> AsyncIterator[None]:
+        """See `serving.admission.Slot.sample_slot`."""
         assert self.entry is not None, "a sample began before its request was admitted"
         if not self._entries:
             entry = self.entry
@@ -99,7 +99,7 @@ class RequestSlot:
 
     @property
     def num_begun(self) -> int:
-        """Number of samples that have got places, if the request has several."""
+        """Number of samples that have got slots, if the request has several."""
         return len(self._entries)
 
     @property

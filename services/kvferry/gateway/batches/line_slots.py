@@ -31,21 +31,21 @@ class LineSlots:
             self._free()
 
     async def _wait(self) -> None:
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        slot = asyncio.get_running_loop().create_future()
+        self._waiting.append(slot)
         try:
-            await place
+            await slot
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
+            if slot.done() and not slot.cancelled():
                 self._free()  # the slot was given to a task that was cancelled before it continued
             else:
-                self._waiting.remove(place)
+                self._waiting.remove(slot)
             raise
 
     def _free(self) -> None:
         self.num_taken -= 1
         while self._waiting and self.num_taken < self.limit():
-            place = self._waiting.popleft()
-            if not place.done():
+            slot = self._waiting.popleft()
+            if not slot.done():
                 self.num_taken += 1
-                place.set_result(None)
+                slot.set_result(None)

@@ -151,7 +151,7 @@ def build_gateway(
         dispatching,
         routing=routing,
         gate=None if pool is None else gate,
-        step_places=gate.room.step_places,
+        step_slots=gate.room.step_slots,
         on_end=None if request_trace is None else _traced_into(request_trace, clock),
     )
     tracer = open_tracer(config.traces, "kvferry-gateway", incarnation, clock)

@@ -66,7 +66,7 @@ class Dispatcher:
         *,
         routing: Routing,
         gate: FlowGate | None = None,
-        step_places: Callable[[], int] = lambda: UNBOUNDED,
+        step_slots: Callable[[], int] = lambda: UNBOUNDED,
         sleep: Sleep = asyncio.sleep,
         on_end: Callable[[SampleRun], None] | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class Dispatcher:
             routing: chooses the workers, and counts what is dispatched to them.
             gate: gate in which samples wait while the pool has no workers. If it is `None`, a sample waits while a lost
                 worker may recover, and fails otherwise.
-            step_places: function that returns how many steps of beam searches may run on the workers at a time.
+            step_slots: function that returns how many steps of beam searches may run on the workers at a time.
             sleep: called to wait between attempts.
             on_end: called with each sample that has ended.
         """
@@ -105,7 +105,7 @@ class Dispatcher:
             self._records,
             self._instruments,
         )
-        self._step_turns = StepTurns(step_places)
+        self._step_turns = StepTurns(step_slots)
         self._runs: dict[int, SampleRun] = {}
         """The samples and searches that have not ended, by identity."""
         self.open_streams = 0

@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 
 class StepTurns:
-    """Semaphore for steps of beam searches: at most `places()` steps run at a time, and the others wait in the order of
+    """Semaphore for steps of beam searches: at most `slots()` steps run at a time, and the others wait in the order of
     priority and arrival. A turn is the permission to run one step. Used on the event loop's thread only."""
 
-    def __init__(self, places: Callable[[], int]) -> None:
+    def __init__(self, slots: Callable[[], int]) -> None:
         """
         Args:
-            places: function that returns the present maximum number of steps at a time; less than 1 counts as 1, so
+            slots: function that returns the present maximum number of steps at a time; less than 1 counts as 1, so
                 that every step gets its turn.
         """
-        self._places = places
+        self._slots = slots
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._number = 0
         self.num_running = 0
@@ -33,7 +33,7 @@ class StepTurns:
         Args:
             priority: priority of the request; lower numbers come first.
         """
-        if not self._waiting and self.num_running < max(1, self._places()):
+        if not self._waiting and self.num_running < max(1, self._slots()):
             self.num_running += 1
             return
         self._number += 1
@@ -49,8 +49,8 @@ class StepTurns:
     def give(self) -> None:
         """End a turn, and start waiting steps up to the limit."""
         self.num_running -= 1
-        places = max(1, self._places())
-        while self._waiting and self.num_running < places:
+        slots = max(1, self._slots())
+        while self._waiting and self.num_running < slots:
             _, _, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 self.num_running += 1

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from kvferry.core import metrics
 from kvferry.core.clock import Clock
 from kvferry.core.metrics import Metric, MetricKind
-from kvferry.gateway.decide.flow.capacity import CLOSED, UNBOUNDED, Room, room, step_places
+from kvferry.gateway.decide.flow.capacity import CLOSED, UNBOUNDED, Room, room, step_slots
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
 from kvferry.gateway.decide.routing.routes import RouteRequest, choose
@@ -154,7 +154,7 @@ class FleetRoom:
         self._max_streams = max_streams
         self._is_held_when_empty = is_held_when_empty
         self._room = Room()
-        self._step_places = UNBOUNDED
+        self._step_slots = UNBOUNDED
         self._seen = -1
         self._accepting: tuple[str, ...] | None = None
         self.is_asleep = False
@@ -167,10 +167,10 @@ class FleetRoom:
             self._update()
         return self._room
 
-    def step_places(self) -> int:
-        """Return how many steps of beam searches may run on the workers at a time; see `capacity.step_places`."""
+    def step_slots(self) -> int:
+        """Return how many steps of beam searches may run on the workers at a time; see `capacity.step_slots`."""
         self.now()
-        return self._step_places
+        return self._step_slots
 
     def _update(self) -> None:
         found = self._fleet.rooms()
@@ -178,5 +178,5 @@ class FleetRoom:
         if self._is_held_when_empty and accepting != self._accepting:
             self.is_asleep = not can_serve(self._fleet)
         self._accepting = accepting
-        self._step_places = step_places(found.values())
+        self._step_slots = step_slots(found.values())
         self._room = CLOSED if self.is_asleep else room(found.values(), self._max_streams)

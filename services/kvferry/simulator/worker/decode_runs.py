@@ -98,7 +98,7 @@ def num_steps(scheduler: Scheduler, running: Iterable[Sequence]) -> int:
         running: its running sequences.
     """
     # If the batch is full, no sequence is admitted until one ends.
-    may_admit = scheduler.num_waiting > 0 and scheduler.admission.has_place
+    may_admit = scheduler.num_waiting > 0 and scheduler.admission.has_slot
     if may_admit or scheduler.num_running > scheduler.limits.token_budget:
         return 1
     steps, count = MAX_STEPS, 0

@@ -73,10 +73,10 @@ class _ReservingAdmission(Admission):
     chunks: dict[RequestId, tuple[int, int]]
 
     @property
-    def has_place(self) -> bool:
+    def has_slot(self) -> bool:
         """Whether a chunk is free for the first waiting sequence."""
         first = self._waiting.first()
-        return super().has_place and (first is None or self.memory.fits(self.rule(first)))
+        return super().has_slot and (first is None or self.memory.fits(self.rule(first)))
 
     def give_back_slot(self, sequence: EngineSequence) -> None:
         """Free a sequence's chunk."""
@@ -127,7 +127,7 @@ class _StaticAdmission(Admission):
     batch: int
 
     @property
-    def has_place(self) -> bool:
+    def has_slot(self) -> bool:
         """Whether no batch is running, or the batch being filled has room."""
         running = self._admitted.running
         is_filling = all(s.sampling.num_generated == 0 and not s.kv.num_computed for s in running)

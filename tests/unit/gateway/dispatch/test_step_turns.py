@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.gateway.decide.flow.capacity import UNBOUNDED, WorkerRoom, step_places
+from kvferry.gateway.decide.flow.capacity import UNBOUNDED, WorkerRoom, step_slots
 from kvferry.gateway.dispatch.step_turns import StepTurns
 
 
@@ -25,11 +25,11 @@ def worker(role: str, most: int = 64, used: int = 0) -> WorkerRoom:
     ],
 )
 def test_steps_fill_half_of_the_workers_that_compute_prompts(workers: list[WorkerRoom], places: int) -> None:
-    assert step_places(workers) == places
+    assert step_slots(workers) == places
 
 
 def test_workers_without_a_bound_take_all_steps() -> None:
-    assert step_places([worker("both", 0)]) >= UNBOUNDED // 2
+    assert step_slots([worker("both", 0)]) >= UNBOUNDED // 2
 
 
 async def test_waiting_steps_begin_by_priority_and_arrival() -> None:

@@ -213,7 +213,7 @@ class Admission:
             before: if set, only sequences that precede this running sequence are admitted.
             foreground: whether sequences of the lowest priority are not admitted.
         """
-        if not len(self._waiting) or not self.has_place:
+        if not len(self._waiting) or not self.has_slot:
             return
         skipped: list[Sequence] = []
         num_followers = num_unloaded = 0
@@ -248,7 +248,7 @@ class Admission:
                 remaining = num_remaining(self._allocator, sequence)
                 if not self._policy.precedes(sequence, remaining, before):
                     break
-            if not self.has_place:
+            if not self.has_slot:
                 break
             hit = cached_prefix(self._allocator, sequence)
             if self._awaits(sequence, len(hit), pending | in_background if is_background(sequence) else pending):
@@ -267,14 +267,14 @@ class Admission:
         for sequence in (*skipped, *passed):
             self._waiting.add(sequence)
 
-    def has_place_for(self, sequence: Sequence) -> bool:
+    def has_room_for(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence fits now."""
         if not self._is_loaded(sequence):
             return True  # more pages would not start it
         if self._lacks_slot(sequence, []):
             return False
         hit = cached_prefix(self._allocator, sequence)
-        return self.has_place and self._headroom().fits(hit, sequence.num_tokens)
+        return self.has_slot and self._headroom().fits(hit, sequence.num_tokens)
 
     def give_back_slot(self, sequence: Sequence) -> None:
         """Free the adapter slot of a sequence that ends or waits again; no effect if it has none."""
@@ -296,7 +296,7 @@ class Admission:
         return Headroom(self._allocator, self._admitted, reserve=self._reserve)
 
     @property
-    def has_place(self) -> bool:
+    def has_slot(self) -> bool:
         """Whether another sequence may hold pages."""
         return len(self._admitted) < self._limits.max_num_seqs
 

@@ -144,7 +144,7 @@ class Scheduler:
         planned: Planned = []
         preempted_before = self.num_preemptions
         may_precede = num_waiting > 0 and self._policy.mixes
-        drafts = self.drafting.plan(running, may_admit=num_waiting > 0 and self.admission.has_place)
+        drafts = self.drafting.plan(running, may_admit=num_waiting > 0 and self.admission.has_slot)
         for sequence in self._policy.by_turn(running):
             if room.tokens == 0:
                 break
@@ -361,7 +361,7 @@ class Scheduler:
         may_displace = self._policy.displaces or (bool(running) and is_background(running[-1]))
         first = self.admission.first_waiting if may_displace else None
         while first is not None and running and self._policy.displaced(first, running[-1]):
-            if self.admission.has_place_for(first):
+            if self.admission.has_room_for(first):
                 return
             self._preempt(running[-1])
 

@@ -103,7 +103,7 @@ def room(workers: Iterable[WorkerRoom], max_streams: int) -> Room:
     )
 
 
-def step_places(workers: Iterable[WorkerRoom]) -> int:
+def step_slots(workers: Iterable[WorkerRoom]) -> int:
     """Return how many steps of beam searches may run on the workers at a time: half of the sequences of the workers
     that compute prompts, since these workers compute all steps. The other half remains for the prompts of other
     requests."""

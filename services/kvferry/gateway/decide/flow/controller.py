@@ -102,7 +102,7 @@ class FlowController:
         self.num_dispatched = 0
         """Number of dispatched requests that have not ended."""
         self.num_sequences = 0
-        """Number of samples that hold places, without beams."""
+        """Number of samples that hold slots, without beams."""
         self.num_beams = 0
         """Number of beams that the searches among these requests run at a time."""
         self.prefill_tokens = 0
@@ -291,7 +291,7 @@ class FlowController:
             self.num_sequences += sign * entry.num_sequences
 
     def give_back(self, entry: QueueEntry) -> None:
-        """Free the places of a dispatched entry, which may go on without them; no effect if it has none."""
+        """Free the slots of a dispatched entry, which may go on without them; no effect if it has none."""
         self._run(entry, -1)
         entry.num_sequences = 0
 

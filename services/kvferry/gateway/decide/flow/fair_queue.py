@@ -99,7 +99,7 @@ class QueueEntry:
     """Time at which the request was queued, monotonic seconds."""
     state: EntryState = MACHINE.initial
     num_sequences: int = 1
-    """Number of samples or beams that hold places when the entry is dispatched; 0 when they have been given back."""
+    """Number of samples or beams that hold slots when the entry is dispatched; 0 when they have been given back."""
     rank: int = 0
     """Number of samples of the same request that have begun; a tenant's entries with lower numbers are served first."""
     open_prefill_tokens: int = 0
