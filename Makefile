@@ -53,8 +53,9 @@ else
 	@parallel=0; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(QUICK)" -n auto --maxprocesses 4 --dist worksteal \
 	  tests/unit tests/contract || parallel=$$?; \
-	$(BIN)/python -m pytest -m "$(QUICK)" -n auto --maxprocesses 2 --dist loadfile \
-	  tests/integration tests/faults tests/fuzz && exit $$parallel
+	$(BIN)/python -m pytest -m "$(QUICK) and not alone" -n auto --maxprocesses 2 --dist loadfile \
+	  tests/integration || parallel=$$?; \
+	$(BIN)/python -m pytest -m "$(QUICK) and alone" tests/integration tests/faults tests/fuzz && exit $$parallel
 endif
 
 check: $(READY) lint types layers verify ## format, lint, types, layers, generated files fresh

@@ -1,6 +1,7 @@
 """Settings for all tests, some of which must be set before the first import."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "100")
 # Without a deadline, no property test depends on the speed of the machine.
 settings.register_profile("any-machine", deadline=None)
 settings.load_profile("any-machine")
+
+
+_ALONE = (Path(__file__).parent / "faults", Path(__file__).parent / "fuzz")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in _ALONE):
+            item.add_marker(pytest.mark.alone)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -226,6 +226,7 @@ def test_invalid_json_is_refused(stack: Stack, body: bytes) -> None:
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.alone
 def test_two_hundred_mixed_requests_with_cancellations_leave_no_state(stack: Stack) -> None:
     chance = random.Random(11)
     plans = [
@@ -292,6 +293,7 @@ def test_outputs_follow_schemas_streamed_and_whole(stack: Stack) -> None:
     assert "".join(pieces) == whole.choices[0].message.content
 
 
+@pytest.mark.alone
 def test_a_schema_that_never_compiles_is_refused_by_its_field(stack: Stack) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         stack.openai().chat.completions.create(
