@@ -81,6 +81,8 @@ class GatewayInstruments:
         self.prompt_tokens = self._counter(metrics.GATEWAY_PROMPT_TOKENS)
         self.cached_tokens = self._counter(metrics.GATEWAY_CACHED_TOKENS)
         self.prompt_source_tokens = self._counter(metrics.GATEWAY_PROMPT_SOURCES)
+        self.computed_tokens = self._counter(metrics.GATEWAY_COMPUTED_TOKENS)
+        self.seen_tokens = self._counter(metrics.GATEWAY_SEEN_TOKENS)
         self.handoff_tokens = self._counter(metrics.GATEWAY_HANDOFF_TOKENS)
         self.output_tokens = self._counter(metrics.GATEWAY_OUTPUT_TOKENS)
         self.first_token_seconds = self._histogram(metrics.GATEWAY_FIRST_TOKEN_SECONDS)
@@ -124,6 +126,18 @@ class GatewayInstruments:
                 self.prompt_source_tokens.labels(source).inc(getattr(sources, source))
             self.handoff_tokens.inc(sources.handed_off)
         self.stream_seconds.observe(timing.total_seconds)
+
+    def prompt_routed(self, num_tokens: int, *, num_named: int, num_seen: int) -> None:
+        """Record which tokens of a prompt were in an earlier prompt, when its first route is chosen.
+
+        Args:
+            num_tokens: length of the prompt.
+            num_named: number of its tokens in blocks that a cache can give.
+            num_seen: number of those tokens whose block was in an earlier prompt.
+        """
+        parts = {"seen": num_seen, "new": num_named - num_seen, "unnamed": num_tokens - num_named}
+        for kind, count in parts.items():
+            self.seen_tokens.labels(kind).inc(count)
 
     def kv_reported(self, reports: Sequence[KvReport]) -> None:
         """Record the decisions whether to load KV."""
