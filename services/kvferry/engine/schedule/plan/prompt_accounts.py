@@ -17,9 +17,8 @@ from kvferry.core.causes import ComputeCause
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash
 from kvferry.engine.schedule.blocks.allocation import Allocator
+from kvferry.engine.schedule.blocks.removed_blocks import UNKNOWN
 from kvferry.engine.schedule.step.sequence import Sequence
-
-_UNKNOWN = (ComputeCause.FIRST_SEEN, 0.0)
 
 
 @dataclass(slots=True)
@@ -74,9 +73,10 @@ class PromptAccounts:
 
     def started(self, sequence: Sequence) -> None:
         """Count the cached tokens of a sequence that starts to run, and find the causes of those to compute."""
-        kv = sequence.kv
-        self.totals.cached += kv.account.cached_to(kv.num_computed)
-        if kv.account.num_counted < kv.account.num_prompt:
+        kv, account = sequence.kv, sequence.kv.account
+        if kv.num_computed > account.num_counted:
+            self.totals.cached += account.cached_to(kv.num_computed)
+        if account.num_counted < account.num_prompt:
             self._plan(sequence)
 
     def computed(self, sequence: Sequence, count: int) -> None:
@@ -91,55 +91,72 @@ class PromptAccounts:
             computed[cause] += num_tokens
 
     def _plan(self, sequence: Sequence) -> None:
-        size, account = self._allocator.block_tokens, sequence.kv.account
-        full = (sequence.num_tokens - 1) // size * size
-        usable = min(full, sequence.sampling.num_reusable // size * size)
+        size, account, sampling = self._allocator.block_tokens, sequence.kv.account, sequence.sampling
+        full = (len(sampling.tokens) - 1) // size * size
+        usable = min(full, sampling.num_reusable // size * size)
         is_moved = account.num_given > account.num_prompt
+        loads = [each for each in (account.failed, account.dearer) if each]
         position, end = account.num_counted, account.num_prompt
         spans: list[tuple[int, ComputeCause]] = []
-        evicted_seconds = 0.0
-        former: list[BlockHash] = []
         while position < end:
-            if position in account.failed:
-                stop, cause = account.failed.stop, ComputeCause.LOAD_FAILED
-            elif position in account.dearer:
-                stop, cause = account.dearer.stop, ComputeCause.LOAD_DEARER
+            stop = end
+            for each in loads:
+                if each.start > position:
+                    stop = min(stop, each.start)
+            if loads and position in account.failed:
+                stop, cause = min(stop, account.failed.stop), ComputeCause.LOAD_FAILED
+            elif loads and position in account.dearer:
+                stop, cause = min(stop, account.dearer.stop), ComputeCause.LOAD_DEARER
             elif position >= full:
-                stop, cause = end, ComputeCause.PARTIAL_BLOCK
+                cause = ComputeCause.PARTIAL_BLOCK
             elif position >= usable:
-                stop, cause = full, ComputeCause.ROWS_REQUESTED
+                stop, cause = min(stop, full), ComputeCause.ROWS_REQUESTED
             elif is_moved:
-                stop, cause = usable, ComputeCause.RESUMED
+                stop, cause = min(stop, usable), ComputeCause.RESUMED
             else:
-                block = position // size
-                cause, seconds = self._missing(sequence, block, former)
-                stop = usable if cause is ComputeCause.FIRST_SEEN else (block + 1) * size
-                if cause is ComputeCause.EVICTED:
-                    evicted_seconds = evicted_seconds or seconds
-            starts = [each.start for each in (account.failed, account.dearer) if each and each.start > position]
-            position = min(stop, end, *starts)
-            spans.append((position, cause))
-        account.plan(spans, evicted_seconds)
+                stop = min(stop, usable)
+                self._find_missing(sequence, position, stop, spans)
+                position = stop
+                continue
+            position = stop
+            spans.append((stop, cause))
+        account.plan(spans)
 
-    def _missing(self, sequence: Sequence, block: int, former: list[BlockHash]) -> tuple[ComputeCause, float]:
-        """Return why a block is missing, and the seconds since its removal.
+    def _find_missing(self, sequence: Sequence, position: int, end: int, spans: list[tuple[int, ComputeCause]]) -> None:
+        """Add the causes of the positions from `position` to `end`, whose blocks a cache could have had."""
+        size, index, removed = self._allocator.block_tokens, self._allocator.index, self._allocator.index.removed
+        names, former = sequence.kv.names, list[BlockHash]()
+        for block in range(position // size, -(-end // size)):
+            stop = min(end, (block + 1) * size)
+            cause = ComputeCause.EVICTED
+            if not index.has_name(names[block]):
+                stamp = removed.stamp(names[block])
+                if stamp == UNKNOWN and self._former is not None:
+                    stamp = removed.stamp(self._former_name(sequence, block, former, self._former))
+                if stamp == UNKNOWN:
+                    spans.append((end, ComputeCause.FIRST_SEEN))
+                    return
+                if removed.is_dropped(stamp):
+                    cause = ComputeCause.DROPPED
+                else:
+                    sequence.kv.account.evicted(removed.age(stamp))
+            if spans and spans[-1][1] is cause:
+                spans[-1] = (stop, cause)
+            else:
+                spans.append((stop, cause))
+
+    def _former_name(
+        self, sequence: Sequence, block: int, former: list[BlockHash], namer: Callable[[str], BlockNamer]
+    ) -> BlockHash:
+        """Return the name that a block had before the weights changed.
 
         Args:
             sequence: the sequence.
             block: number of the block.
-            former: names of the leading blocks before the weights changed; extended as needed.
+            former: such names of the leading blocks; extended to this block.
+            namer: returns the namer of a scope for the weights before the change.
         """
-        index, name = self._allocator.index, sequence.name_blocks()[block]
-        if index.has_name(name):
-            return ComputeCause.EVICTED, 0.0
-        found = index.removed.find(name)
-        if found is None and self._former is not None:
-            size, tokens = self._allocator.block_tokens, sequence.sampling.tokens
-            namer = self._former(sequence.request.scope)
-            rest = tokens[len(former) * size : (block + 1) * size]
-            former += namer.chain(rest, former[-1] if former else None)
-            found = index.removed.find(former[block])
-        if found is None:
-            return _UNKNOWN
-        is_dropped, seconds = found
-        return ComputeCause.DROPPED if is_dropped else ComputeCause.EVICTED, seconds
+        size = self._allocator.block_tokens
+        rest = sequence.sampling.tokens[len(former) * size : (block + 1) * size]
+        former += namer(sequence.request.scope).chain(rest, former[-1] if former else None)
+        return former[block]

@@ -406,7 +406,10 @@ class Scheduler:
         output = check_output(item, given, kv.num_computed, exported_tokens)
         self.drafting.verified(item, output)
         drawn, accepted = output.tokens, output.accepted
-        self._advance(sequence, accepted)
+        if kv.num_computed < kv.account.num_given:
+            self._advance(sequence, accepted)
+        else:
+            kv.advance(accepted)
         self.blocks.list_full(sequence)
         scores = sampling.take_scores()
         drawn, reason = sampling.extend(drawn)
@@ -461,5 +464,5 @@ def _update(
     kv, account, name = sequence.kv, sequence.kv.account, sequence.request_id
     return SequenceUpdate(
         name, tokens, reason, account.num_cached, export, kept, None, scores, embedding, account.num_loaded,
-        kv.num_written, account.take_computed(),
+        kv.num_written, account.take_computed() if account.unreported else (),
     )  # fmt: skip

@@ -40,7 +40,8 @@ class KvAccount:
     """Seconds between the eviction of the first missing block and the start of the computation."""
     _spans: list[tuple[int, ComputeCause]] = field(default_factory=list)
     """Causes of the positions to compute, in reverse order."""
-    _unreported: dict[ComputeCause, int] = field(default_factory=dict)
+    unreported: dict[ComputeCause, int] = field(default_factory=dict)
+    """The prompt's tokens that were computed since the last call of `take_computed`, by cause."""
 
     def cached_to(self, num_tokens: int) -> int:
         """Count the cached tokens of a sequence that starts to run, and return how many of the prompt's were added.
@@ -72,15 +73,13 @@ class KvAccount:
         """Record that positions are computed although they could be loaded; the last decision counts."""
         self.dearer = positions
 
-    def plan(self, spans: Spans, evicted_seconds: float) -> None:
-        """Set the causes of the positions from `num_counted` to the end of the prompt.
+    def evicted(self, seconds: float) -> None:
+        """Record that a block is missing because it was evicted this long ago; the first one counts."""
+        self.evicted_seconds = self.evicted_seconds or seconds
 
-        Args:
-            spans: the causes.
-            evicted_seconds: see the attribute; 0 if no block is missing because it was evicted.
-        """
-        self._spans = list(reversed(spans))
-        self.evicted_seconds = self.evicted_seconds or evicted_seconds
+    def plan(self, spans: Spans) -> None:
+        """Set the causes of the positions from `num_counted` to the end of the prompt."""
+        self._spans = list(spans[::-1])
 
     def computed(self, start: int, count: int) -> list[tuple[ComputeCause, int]]:
         """Count computed tokens, and return the prompt's by cause.
@@ -108,14 +107,12 @@ class KvAccount:
             start = min(stop, end)
         self.num_counted = max(self.num_counted, min(start, self.num_given))
         for cause, num_tokens in parts:
-            self._unreported[cause] = self._unreported.get(cause, 0) + num_tokens
+            self.unreported[cause] = self.unreported.get(cause, 0) + num_tokens
         return parts
 
     def take_computed(self) -> tuple[ComputedTokens, ...]:
         """Return the prompt's tokens that were computed since the last call, by cause."""
-        if not self._unreported:  # the most frequent case: decoding
-            return ()
-        found, self._unreported = self._unreported, {}
+        found, self.unreported = self.unreported, {}
         seconds = self.evicted_seconds
         return tuple(
             ComputedTokens(cause, num_tokens, seconds if cause is ComputeCause.EVICTED else 0.0)
