@@ -189,6 +189,11 @@ GATEWAY_SEEN_TOKENS = Metric(
     ("kind",),
     values={"kind": ("seen", "new", "unnamed")},
 )
+GATEWAY_SEEN_EXACT = Metric(
+    "kvferry_gateway_seen_prompt_tokens_exact",
+    MetricKind.GAUGE,
+    "1 while the record of earlier prompts' blocks has forgotten none; 0: the number of seen tokens is a lower bound.",
+)
 GATEWAY_HANDOFF_TOKENS = Metric(
     "kvferry_gateway_handoff_tokens_total",
     MetricKind.COUNTER,

@@ -236,7 +236,9 @@ class RouteSelection:
         run.num_elsewhere = caches.elsewhere(computing)
         if not run.routes and not run.is_step:  # else the prompt was counted before
             num_seen, num_named = caches.note_seen(computing, self.seen)
-            self._instruments.prompt_routed(len(run.token_ids), num_named=num_named, num_seen=num_seen)
+            self._instruments.prompt_routed(
+                len(run.token_ids), num_named=num_named, num_seen=num_seen, is_exact=self.seen.is_exact
+            )
 
     def _compare(self, run: SampleRun, route: Route, note: RouteNote, caches: PromptCaches) -> None:
         """Add the choices of the other policies to a note."""

@@ -83,6 +83,8 @@ class GatewayInstruments:
         self.prompt_source_tokens = self._counter(metrics.GATEWAY_PROMPT_SOURCES)
         self.computed_tokens = self._counter(metrics.GATEWAY_COMPUTED_TOKENS)
         self.seen_tokens = self._counter(metrics.GATEWAY_SEEN_TOKENS)
+        self.seen_exact = self._gauge(metrics.GATEWAY_SEEN_EXACT)
+        self.seen_exact.set(1)
         self.handoff_tokens = self._counter(metrics.GATEWAY_HANDOFF_TOKENS)
         self.output_tokens = self._counter(metrics.GATEWAY_OUTPUT_TOKENS)
         self.first_token_seconds = self._histogram(metrics.GATEWAY_FIRST_TOKEN_SECONDS)
@@ -127,14 +129,16 @@ class GatewayInstruments:
             self.handoff_tokens.inc(sources.handed_off)
         self.stream_seconds.observe(timing.total_seconds)
 
-    def prompt_routed(self, num_tokens: int, *, num_named: int, num_seen: int) -> None:
+    def prompt_routed(self, num_tokens: int, *, num_named: int, num_seen: int, is_exact: bool) -> None:
         """Record which tokens of a prompt were in an earlier prompt, when its first route is chosen.
 
         Args:
             num_tokens: length of the prompt.
             num_named: number of its tokens in blocks that a cache can give.
             num_seen: number of those tokens whose block was in an earlier prompt.
+            is_exact: whether no block of an earlier prompt was forgotten.
         """
+        self.seen_exact.set(is_exact)
         parts = {"seen": num_seen, "new": num_named - num_seen, "unnamed": num_tokens - num_named}
         for kind, count in parts.items():
             self.seen_tokens.labels(kind).inc(count)
@@ -188,6 +192,8 @@ class GatewayInstruments:
             streams={labels["outcome"]: n for labels, n in _totals(self.streams)},
             sources={source: sources.get(source, 0) for source in SOURCES},
             handoff_tokens=_total(self.handoff_tokens),
+            computed={labels["cause"]: n for labels, n in _totals(self.computed_tokens)},
+            seen={labels["kind"]: n for labels, n in _totals(self.seen_tokens)},
         )
 
     def _counter(self, metric: Metric) -> Counter:

@@ -10,7 +10,7 @@ from harness.fakes.loaders import HeldLoader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.core.causes import CAUSE_HELP, ComputeCause
+from kvferry.core.causes import ComputeCause
 from kvferry.core.clock import ManualClock
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.inference.pooling import Pooling, PoolingParams
@@ -186,7 +186,3 @@ def test_sources_and_causes_sum_to_the_prompts(
         book.stepped(engine.step().updates)
     book.check()
     assert engine.is_idle
-
-
-def test_each_cause_has_a_description() -> None:
-    assert set(CAUSE_HELP) == set(ComputeCause)
