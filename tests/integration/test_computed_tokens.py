@@ -64,6 +64,7 @@ async def a_gateway(
         routing=RoutingConfig(policy="round-robin"),
         http=HttpConfig(address="127.0.0.1:0"),
         grpc_address="127.0.0.1:0",
+        admin_address="127.0.0.1:0",
         tenant_key=TEST_KEYS["KVFERRY_TENANT_KEY"].encode(),
         cache_map=CacheMapConfig(poll_seconds=0.02),
     )
@@ -96,7 +97,7 @@ def causes(entry: dict[str, Any]) -> dict[str, int]:
 def at_gateway(gateway: Gateway, name: str = "kvferry_gateway_computed_tokens_total") -> dict[str, int]:
     """Return a counter of the gateway by its label, without zeros."""
     return {
-        next(iter(sample.labels.values())): int(sample.value)
+        next(iter(sample.labels.values()), ""): int(sample.value)
         for family in gateway.instruments.registry.collect()
         for sample in family.samples
         if sample.name == name and sample.value
@@ -131,6 +132,15 @@ async def assert_equal_sums(gateway: Gateway, workers: Sequence[RunningProcess])
     found = Counter(at_gateway(gateway))
     found["first_seen"] += found.pop("on_another_worker", 0)
     assert +found == +computed
+    async with httpx.AsyncClient(timeout=SECONDS) as client:
+        (row,) = (await client.get(f"http://{gateway.listening.admin}/ledger")).json()["rows"]
+        text = (await client.get(f"http://{gateway.listening.admin}/ledger?format=csv")).text
+        assert (await client.get(f"http://{gateway.listening.admin}/ledger?format=xml")).status_code == 400
+    assert (row["tenant"], row["adapter"], row["is_others"]) == ("", "", False)
+    assert row["computed_tokens"] + row["computed_again_tokens"] == sum(computed.values())
+    assert row["cached_tokens"] + row["loaded_tokens"] + row["handed_off_tokens"] == reused
+    assert row["output_tokens"] == at_gateway(gateway, "kvferry_gateway_output_tokens_total").get("", 0)
+    assert text.splitlines()[1] == ",".join(map(str, row.values()))
     await asyncio.to_thread(assert_workers_idle, [endpoint(worker).admin_address for worker in workers])
 
 

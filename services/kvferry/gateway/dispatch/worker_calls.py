@@ -14,6 +14,7 @@ from kvferry.core.ids import new_ticket_id
 from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.sampling import ScoredToken
 from kvferry.gateway.decide.lifecycle.computed_causes import refined
+from kvferry.gateway.decide.lifecycle.ledger import count_answer, count_computed
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
 from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, SampleEvent, State
 from kvferry.gateway.decide.routing.routes import Pick, Route
@@ -170,6 +171,7 @@ class WorkerCalls:
             num_written=answer.num_written_tokens,
         )
         self._note_computed(run, pick, answer.computed)
+        self._count_reused(run, answer)
         self._instruments.prefix_predicted(pick.cached, answer.num_cached_tokens)
         self._records.prefilled(run, address, answer.num_cached_tokens, answer.prefill_seconds)
         queued = run.request.caller.queued_seconds + answer.queue_seconds
@@ -220,6 +222,7 @@ class WorkerCalls:
                 call.cancel()
         run.reused(num_cached=answer.num_cached_tokens, num_loaded=answer.num_loaded_tokens)
         self._note_computed(run, pick, answer.computed)
+        self._count_reused(run, answer)
         run.time(prefill_seconds=answer.prefill_seconds)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
         self._ending.end(run, SampleEvent.FINISH)
@@ -298,8 +301,21 @@ class WorkerCalls:
             num_elsewhere=run.num_elsewhere,
         )
         run.note_computed(computed)
+        count_computed(self._instruments.ledger.row(*run.account), computed)
         for one in computed:
             self._instruments.computed_tokens.labels(one.cause).inc(one.num_tokens)
+
+    def _count_reused(
+        self, run: SampleRun, report: prefill_pb2.PrefillResponse | prefill_pb2.PoolResponse | decode_pb2.Handoff
+    ) -> None:
+        """Count the cached and the loaded tokens that a worker reports for the sample's tenant."""
+        count_answer(
+            self._instruments.ledger.row(*run.account),
+            len(run.request.token_ids),
+            num_cached=report.num_cached_tokens,
+            num_loaded=report.num_loaded_tokens,
+            is_first=not run.emitted,
+        )
 
     def _note_retention(
         self, run: SampleRun, answer: prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse, address: str
@@ -319,6 +335,7 @@ class WorkerCalls:
                 self._ending.drop_ticket(run, "unused")
             return
         handoff = answer.handoff
+        self._count_reused(run, handoff)
         self._note_retention(run, answer, address)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
         outcome = worker_wire.handoff_outcome_from_wire(handoff.outcome)

@@ -16,6 +16,7 @@ from kvferry.core.handoffs import HandoffOutcome
 from kvferry.core.inference.chunks import KvReport, Timing, Usage
 from kvferry.core.metrics import Metric
 from kvferry.gateway.decide.flow.controller import FlowController, QueueSize
+from kvferry.gateway.decide.lifecycle.ledger import Ledger
 from kvferry.gateway.decide.lifecycle.prompt_sources import prompt_sources
 from kvferry.gateway.decide.lifecycle.sample_states import State
 from kvferry.gateway.decide.routing.routes import PredictedPrefix
@@ -56,6 +57,8 @@ class GatewayInstruments:
         # Otherwise each counter and histogram has a further series, `_created`.
         disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client has no annotation for it
         self.registry = CollectorRegistry() if registry is None else registry
+        self.ledger = Ledger()
+        """Tokens by tenant and adapter."""
         self.requests = self._counter(metrics.GATEWAY_REQUESTS)
         self.streams = self._counter(metrics.GATEWAY_STREAMS)
         self.streams_open = self._gauge(metrics.GATEWAY_STREAMS_OPEN)

@@ -268,6 +268,12 @@ class SampleRun:
         self.num_cached_tokens = num_cached + num_loaded
         self.num_loaded_tokens, self.num_written_tokens = num_loaded, num_written
 
+    @property
+    def account(self) -> tuple[str, str]:
+        """The tenant, and the name of the adapter or an empty string, to which the sample's tokens are counted."""
+        caller = self.request.caller
+        return caller.tenant, "" if caller.adapter is None else caller.adapter.name
+
     def note_computed(self, computed: Sequence[ComputedTokens]) -> None:
         """Add tokens of the prompt that a worker computed, by cause."""
         if computed:
