@@ -74,14 +74,7 @@ class Ledger:
         return [*rows, self._others] if self._others != LedgerRow("", "", is_others=True) else rows
 
 
-def count_answer(
-    row: LedgerRow,
-    num_prompt: int,
-    *,
-    num_cached: int,
-    num_loaded: int,
-    is_first: bool,
-) -> None:
+def count_answer(row: LedgerRow, num_prompt: int, num_cached: int, num_loaded: int, *, is_first: bool) -> None:
     """Add a worker's report on the KV of a prompt. A resumed request may have cached generated tokens, which are not
     counted.
 

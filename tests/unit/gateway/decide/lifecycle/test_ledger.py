@@ -30,7 +30,7 @@ def test_rows_sum_to_the_prompts(max_rows: int, answers: list[tuple[str, str, bo
     ledger, expected, again = Ledger(max_rows), 0, 0
     for tenant, adapter, is_first, num_prompt, cached, loaded, preempted in answers:
         row = ledger.row(tenant, adapter)
-        count_answer(row, num_prompt, num_cached=cached, num_loaded=loaded, is_first=is_first)
+        count_answer(row, num_prompt, cached, loaded, is_first=is_first)
         rest = max(0, num_prompt - cached - loaded)
         count_computed(
             row,
