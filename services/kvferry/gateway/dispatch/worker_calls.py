@@ -309,8 +309,8 @@ class WorkerCalls:
         self, run: SampleRun, report: prefill_pb2.PrefillResponse | prefill_pb2.PoolResponse | decode_pb2.Handoff
     ) -> None:
         """Count the cached and the loaded tokens that a worker reports for the sample's tenant."""
-        row, num_prompt, is_first = self._instruments.ledger.row(*run.account), len(run.request.token_ids), not run.emitted
-        count_answer(row, num_prompt, report.num_cached_tokens, report.num_loaded_tokens, is_first=is_first)
+        row, num_prompt = self._instruments.ledger.row(*run.account), len(run.request.token_ids)
+        count_answer(row, num_prompt, report.num_cached_tokens, report.num_loaded_tokens, is_first=not run.emitted)
 
     def _note_retention(
         self, run: SampleRun, answer: prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse, address: str
