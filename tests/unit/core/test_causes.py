@@ -14,4 +14,5 @@ def test_each_cause_has_a_description() -> None:
 
 
 def test_the_page_explains_each_cause_once_and_in_order() -> None:
-    assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.M) == list(ComputeCause)
+    table = PAGE.read_text().partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(ComputeCause)
