@@ -534,6 +534,81 @@ class KvReport(_message.Message):
 Global___KvReport: _TypeAlias = KvReport  # noqa: Y015
 
 @_typing.final
+class ComputedTokens(_message.Message):
+    """Tokens of a prompt that a worker computed, for one cause."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Cause:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _CauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ComputedTokens._Cause.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        CAUSE_UNSPECIFIED: ComputedTokens._Cause.ValueType  # 0
+        CAUSE_FIRST_SEEN: ComputedTokens._Cause.ValueType  # 1
+        """the worker neither has the block nor remembers to have removed it"""
+        CAUSE_EVICTED: ComputedTokens._Cause.ValueType  # 2
+        """the block's pages were reused for other prompts"""
+        CAUSE_DROPPED: ComputedTokens._Cause.ValueType  # 3
+        """the cache was emptied, the weights changed, or a step failed"""
+        CAUSE_PARTIAL_BLOCK: ComputedTokens._Cause.ValueType  # 4
+        """the last block, which is computed in any case"""
+        CAUSE_ROWS_REQUESTED: ComputedTokens._Cause.ValueType  # 5
+        """log-probabilities or a vector need the token's row"""
+        CAUSE_LOAD_FAILED: ComputedTokens._Cause.ValueType  # 6
+        """a load from a worker or a tier failed or could not start"""
+        CAUSE_LOAD_DEARER: ComputedTokens._Cause.ValueType  # 7
+        """computing was estimated to be faster than loading"""
+        CAUSE_RESUMED: ComputedTokens._Cause.ValueType  # 8
+        """the request continued here without the KV of another worker"""
+        CAUSE_PREEMPTED: ComputedTokens._Cause.ValueType  # 9
+        """computed again for this request on this worker"""
+
+    class Cause(_Cause, metaclass=_CauseEnumTypeWrapper): ...
+    CAUSE_UNSPECIFIED: ComputedTokens.Cause.ValueType  # 0
+    CAUSE_FIRST_SEEN: ComputedTokens.Cause.ValueType  # 1
+    """the worker neither has the block nor remembers to have removed it"""
+    CAUSE_EVICTED: ComputedTokens.Cause.ValueType  # 2
+    """the block's pages were reused for other prompts"""
+    CAUSE_DROPPED: ComputedTokens.Cause.ValueType  # 3
+    """the cache was emptied, the weights changed, or a step failed"""
+    CAUSE_PARTIAL_BLOCK: ComputedTokens.Cause.ValueType  # 4
+    """the last block, which is computed in any case"""
+    CAUSE_ROWS_REQUESTED: ComputedTokens.Cause.ValueType  # 5
+    """log-probabilities or a vector need the token's row"""
+    CAUSE_LOAD_FAILED: ComputedTokens.Cause.ValueType  # 6
+    """a load from a worker or a tier failed or could not start"""
+    CAUSE_LOAD_DEARER: ComputedTokens.Cause.ValueType  # 7
+    """computing was estimated to be faster than loading"""
+    CAUSE_RESUMED: ComputedTokens.Cause.ValueType  # 8
+    """the request continued here without the KV of another worker"""
+    CAUSE_PREEMPTED: ComputedTokens.Cause.ValueType  # 9
+    """computed again for this request on this worker"""
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    cause: Global___ComputedTokens.Cause.ValueType
+    num_tokens: _builtins.int
+    seconds: _builtins.float
+    """evicted: seconds since the first missing block was evicted"""
+    def __init__(
+        self,
+        *,
+        cause: Global___ComputedTokens.Cause.ValueType = ...,
+        num_tokens: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "num_tokens", b"num_tokens", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputedTokens: _TypeAlias = ComputedTokens  # noqa: Y015
+
+@_typing.final
 class Adapter(_message.Message):
     """One version of a LoRA adapter."""
 

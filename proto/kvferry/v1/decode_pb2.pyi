@@ -164,6 +164,7 @@ class DecodeResponse(_message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    COMPUTED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set on the last message"""
@@ -192,6 +193,10 @@ class DecodeResponse(_message.Message):
         """set on the first message if `retain_seconds` was set"""
 
     @_builtins.property
+    def computed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ComputedTokens]:
+        """prompt tokens computed since the previous message, by cause"""
+
+    @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ScoredToken]:
         """set on the first message if requested: prompt tokens from the second on"""
 
@@ -208,11 +213,12 @@ class DecodeResponse(_message.Message):
         prefill_seconds: _builtins.float = ...,
         retention: _common_pb2.Retention | None = ...,
         weight_version: _builtins.str = ...,
+        computed: _abc.Iterable[_common_pb2.ComputedTokens] | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.ScoredToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_ticket", b"cached_ticket", "finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "num_cached_ticket_tokens", b"num_cached_ticket_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "retention", b"retention", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_ticket", b"cached_ticket", "computed", b"computed", "finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "num_cached_ticket_tokens", b"num_cached_ticket_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "retention", b"retention", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvferry/v1/prefill.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xc1\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x14\n\x0csample_index\x18\x05 \x01(\r\x12\r\n\x05scope\x18\x06 \x01(\t\x12\x15\n\rnum_generated\x18\x07 \x01(\r\x12\r\n\x05offer\x18\x08 \x01(\x08\x12\x11\n\tticket_id\x18\t \x01(\t\x12\x19\n\x11prior_turn_ticket\x18\n \x01(\x0c\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12$\n\x07\x61\x64\x61pter\x18\x0c \x01(\x0b\x32\x13.kvferry.v1.Adapter\x12\x16\n\x0eretain_seconds\x18\r \x01(\x01\"\xa5\x03\n\x0fPrefillResponse\x12&\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x11\n\tticket_id\x18\x04 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x15\n\rqueue_seconds\x18\x06 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x07 \x01(\x01\x12 \n\x02kv\x18\x08 \x03(\x0b\x32\x14.kvferry.v1.KvReport\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.kvferry.v1.ScoredToken\x12\x19\n\x11num_loaded_tokens\x18\n \x01(\r\x12\x1a\n\x12num_written_tokens\x18\x0b \x01(\r\x12(\n\tretention\x18\x0c \x01(\x0b\x32\x15.kvferry.v1.Retention\x12\x16\n\x0eweight_version\x18\r \x01(\t\"\xa9\x01\n\x0bPoolRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12*\n\x07pooling\x18\x04 \x01(\x0b\x32\x19.kvferry.v1.PoolingParams\x12\r\n\x05scope\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x13\n\x0binput_index\x18\x07 \x01(\r\"\x93\x01\n\x0cPoolResponse\x12\x12\n\x06values\x18\x01 \x03(\x02\x42\x02\x10\x01\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12 \n\x02kv\x18\x04 \x03(\x0b\x32\x14.kvferry.v1.KvReport\x12\x19\n\x11num_loaded_tokens\x18\x05 \x01(\r\"3\n\x0eReleaseRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse2\xc8\x01\n\x07Prefill\x12>\n\x03Run\x12\x1a.kvferry.v1.PrefillRequest\x1a\x1b.kvferry.v1.PrefillResponse\x12\x42\n\x07Release\x12\x1a.kvferry.v1.ReleaseRequest\x1a\x1b.kvferry.v1.ReleaseResponse\x12\x39\n\x04Pool\x12\x17.kvferry.v1.PoolRequest\x1a\x18.kvferry.v1.PoolResponseB\"Z kvferry.dev/kvferry/v1;kvferryv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvferry/v1/prefill.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xc1\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x14\n\x0csample_index\x18\x05 \x01(\r\x12\r\n\x05scope\x18\x06 \x01(\t\x12\x15\n\rnum_generated\x18\x07 \x01(\r\x12\r\n\x05offer\x18\x08 \x01(\x08\x12\x11\n\tticket_id\x18\t \x01(\t\x12\x19\n\x11prior_turn_ticket\x18\n \x01(\x0c\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12$\n\x07\x61\x64\x61pter\x18\x0c \x01(\x0b\x32\x13.kvferry.v1.Adapter\x12\x16\n\x0eretain_seconds\x18\r \x01(\x01\"\xd3\x03\n\x0fPrefillResponse\x12&\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x11\n\tticket_id\x18\x04 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x15\n\rqueue_seconds\x18\x06 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x07 \x01(\x01\x12 \n\x02kv\x18\x08 \x03(\x0b\x32\x14.kvferry.v1.KvReport\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.kvferry.v1.ScoredToken\x12\x19\n\x11num_loaded_tokens\x18\n \x01(\r\x12\x1a\n\x12num_written_tokens\x18\x0b \x01(\r\x12(\n\tretention\x18\x0c \x01(\x0b\x32\x15.kvferry.v1.Retention\x12\x16\n\x0eweight_version\x18\r \x01(\t\x12,\n\x08\x63omputed\x18\x0e \x03(\x0b\x32\x1a.kvferry.v1.ComputedTokens\"\xa9\x01\n\x0bPoolRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12*\n\x07pooling\x18\x04 \x01(\x0b\x32\x19.kvferry.v1.PoolingParams\x12\r\n\x05scope\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x13\n\x0binput_index\x18\x07 \x01(\r\"\xc1\x01\n\x0cPoolResponse\x12\x12\n\x06values\x18\x01 \x03(\x02\x42\x02\x10\x01\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12 \n\x02kv\x18\x04 \x03(\x0b\x32\x14.kvferry.v1.KvReport\x12\x19\n\x11num_loaded_tokens\x18\x05 \x01(\r\x12,\n\x08\x63omputed\x18\x06 \x03(\x0b\x32\x1a.kvferry.v1.ComputedTokens\"3\n\x0eReleaseRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse2\xc8\x01\n\x07Prefill\x12>\n\x03Run\x12\x1a.kvferry.v1.PrefillRequest\x1a\x1b.kvferry.v1.PrefillResponse\x12\x42\n\x07Release\x12\x1a.kvferry.v1.ReleaseRequest\x1a\x1b.kvferry.v1.ReleaseResponse\x12\x39\n\x04Pool\x12\x17.kvferry.v1.PoolRequest\x1a\x18.kvferry.v1.PoolResponseB\"Z kvferry.dev/kvferry/v1;kvferryv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,15 +42,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLREQUEST']._serialized_start=66
   _globals['_PREFILLREQUEST']._serialized_end=387
   _globals['_PREFILLRESPONSE']._serialized_start=390
-  _globals['_PREFILLRESPONSE']._serialized_end=811
-  _globals['_POOLREQUEST']._serialized_start=814
-  _globals['_POOLREQUEST']._serialized_end=983
-  _globals['_POOLRESPONSE']._serialized_start=986
-  _globals['_POOLRESPONSE']._serialized_end=1133
-  _globals['_RELEASEREQUEST']._serialized_start=1135
-  _globals['_RELEASEREQUEST']._serialized_end=1186
-  _globals['_RELEASERESPONSE']._serialized_start=1188
-  _globals['_RELEASERESPONSE']._serialized_end=1205
-  _globals['_PREFILL']._serialized_start=1208
-  _globals['_PREFILL']._serialized_end=1408
+  _globals['_PREFILLRESPONSE']._serialized_end=857
+  _globals['_POOLREQUEST']._serialized_start=860
+  _globals['_POOLREQUEST']._serialized_end=1029
+  _globals['_POOLRESPONSE']._serialized_start=1032
+  _globals['_POOLRESPONSE']._serialized_end=1225
+  _globals['_RELEASEREQUEST']._serialized_start=1227
+  _globals['_RELEASEREQUEST']._serialized_end=1278
+  _globals['_RELEASERESPONSE']._serialized_start=1280
+  _globals['_RELEASERESPONSE']._serialized_end=1297
+  _globals['_PREFILL']._serialized_start=1300
+  _globals['_PREFILL']._serialized_end=1500
 # @@protoc_insertion_point(module_scope)

@@ -108,6 +108,7 @@ class PrefillResponse(_message.Message):
     NUM_WRITTEN_TOKENS_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    COMPUTED_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set when the first token is the last"""
     ticket: _builtins.bytes
@@ -137,6 +138,10 @@ class PrefillResponse(_message.Message):
     def retention(self) -> _common_pb2.Retention:
         """set if `retain_seconds` was set"""
 
+    @_builtins.property
+    def computed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ComputedTokens]:
+        """prompt tokens computed, by cause"""
+
     def __init__(
         self,
         *,
@@ -153,10 +158,11 @@ class PrefillResponse(_message.Message):
         num_written_tokens: _builtins.int = ...,
         retention: _common_pb2.Retention | None = ...,
         weight_version: _builtins.str = ...,
+        computed: _abc.Iterable[_common_pb2.ComputedTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token", b"first_token", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_written_tokens", b"num_written_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "retention", b"retention", "ticket", b"ticket", "ticket_id", b"ticket_id", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "finish_reason", b"finish_reason", "first_token", b"first_token", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_written_tokens", b"num_written_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "retention", b"retention", "ticket", b"ticket", "ticket_id", b"ticket_id", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -213,6 +219,7 @@ class PoolResponse(_message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     NUM_LOADED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTED_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens found in this worker's prefix cache"""
     prefill_seconds: _builtins.float
@@ -224,6 +231,10 @@ class PoolResponse(_message.Message):
     def kv(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvReport]:
         """source of the prompt's KV"""
 
+    @_builtins.property
+    def computed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ComputedTokens]:
+        """prompt tokens computed, by cause"""
+
     def __init__(
         self,
         *,
@@ -232,10 +243,11 @@ class PoolResponse(_message.Message):
         prefill_seconds: _builtins.float = ...,
         kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
         num_loaded_tokens: _builtins.int = ...,
+        computed: _abc.Iterable[_common_pb2.ComputedTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "prefill_seconds", b"prefill_seconds", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "prefill_seconds", b"prefill_seconds", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

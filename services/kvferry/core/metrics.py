@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
 
+from kvferry.core.causes import ComputeCause
 from kvferry.core.handoffs import HandoffOutcome
 from kvferry.core.retention import RetentionOutcome
 
@@ -172,6 +173,26 @@ GATEWAY_PROMPT_SOURCES = Metric(
     "Tokens of computed prompts by the source of their KV (computed, cached, peer, tier).",
     ("source",),
     values={"source": ("computed", "cached", "peer", "tier")},
+)
+GATEWAY_COMPUTED_TOKENS = Metric(
+    "kvferry_gateway_computed_tokens_total",
+    MetricKind.COUNTER,
+    f"Prompt tokens that workers computed, by cause ({', '.join(ComputeCause)}).",
+    ("cause",),
+    values={"cause": tuple(ComputeCause)},
+)
+GATEWAY_SEEN_TOKENS = Metric(
+    "kvferry_gateway_seen_prompt_tokens_total",
+    MetricKind.COUNTER,
+    "Tokens of routed prompts, by whether their block was in an earlier prompt at this gateway (seen, new, unnamed: "
+    "not in a block that a cache can give).",
+    ("kind",),
+    values={"kind": ("seen", "new", "unnamed")},
+)
+GATEWAY_SEEN_EXACT = Metric(
+    "kvferry_gateway_seen_prompt_tokens_exact",
+    MetricKind.GAUGE,
+    "1 while the record of earlier prompts' blocks has forgotten none; 0: the number of seen tokens is a lower bound.",
 )
 GATEWAY_HANDOFF_TOKENS = Metric(
     "kvferry_gateway_handoff_tokens_total",
@@ -489,6 +510,20 @@ WORKER_PREFIX_HIT = Metric(
 )
 WORKER_PROMPT_TOKENS = Metric(
     "kvferry_worker_prompt_tokens_total", MetricKind.COUNTER, "Prompt tokens of requests that started.", _WORKER
+)
+WORKER_COMPUTED_TOKENS = Metric(
+    "kvferry_worker_computed_prompt_tokens_total",
+    MetricKind.COUNTER,
+    "Prompt tokens computed, by cause; preempted ones are counted besides their first source.",
+    ("worker", "cause"),
+    values={"cause": tuple(cause for cause in ComputeCause if cause is not ComputeCause.ON_ANOTHER_WORKER)},
+)
+WORKER_REUSED_TOKENS = Metric(
+    "kvferry_worker_reused_prompt_tokens_total",
+    MetricKind.COUNTER,
+    "Prompt tokens that were not computed, by the source of their KV (cached, peer, tier).",
+    ("worker", "source"),
+    values={"source": ("cached", "peer", "tier")},
 )
 WORKER_OUTPUT_TOKENS = Metric("kvferry_worker_output_tokens_total", MetricKind.COUNTER, "Tokens sampled.", _WORKER)
 WORKER_FINISHED = Metric(

@@ -6,6 +6,7 @@ enqueue a message for the next step.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -183,6 +184,7 @@ class Engine:
                 reason="WEIGHTS_NOT_SUPPORTED",
             )
         weights.install()
+        self.scheduler.accounts.weights_changed(self._namer_of(self._model.fingerprint))
         self._model = replace(self._model, fingerprint=weights.fingerprint)
         self._weights = WeightVersion(weights.name, self._weights.number + 1)
         self.pausing.forget_remote()
@@ -193,7 +195,10 @@ class Engine:
 
     def namer(self, scope: str) -> BlockNamer:
         """Return the block namer of a cache scope, for the engine's KV layout."""
-        return self._namers.of(scope, fingerprint=self._model.fingerprint, block_tokens=self.allocator.block_tokens)
+        return self._namer_of(self._model.fingerprint)(scope)
+
+    def _namer_of(self, fingerprint: bytes) -> Callable[[str], BlockNamer]:
+        return partial(self._namers.of, fingerprint=fingerprint, block_tokens=self.allocator.block_tokens)
 
     # ------------------------------------------------------------------ the step
 
@@ -209,6 +214,7 @@ class Engine:
         outcomes = self._loads.take_in()
         self._loads.store_full_objects()  # before `schedule`, which may preempt a sequence and reuse its pages
         self.watch.phase(PLAN)
+        self.allocator.index.removed.at(self._clock.monotonic())
         self._expire_pins()
         plan = self._pipeline.take(self.scheduler.has_sequence) or self._next_plan()
         self._loads.start_planned()

@@ -16,6 +16,7 @@ from prometheus_client.utils import floatToGoString
 
 from kvferry.core import metrics
 from kvferry.core.addresses import join_address, listen_address
+from kvferry.core.causes import ComputeCause
 from kvferry.core.errors import cannot_listen
 from kvferry.core.histogram import Histogram
 from kvferry.core.metrics import Metric
@@ -109,6 +110,7 @@ def engine_families(model: str, engines: Sequence[tuple[str, Engine]]) -> Iterat
         yield _histogram(metric, found)
         if alias is not None:
             yield _histogram(alias, [(model, each) for _, each in found])
+    yield from _prompt_sources(engines)
     by_worker = [(worker, _counts(engine).accepted_by_position) for worker, engine in engines]
     yield _by_position(metrics.WORKER_ACCEPTED_BY_POSITION, by_worker)
     summed = [sum(counts) for counts in zip(*(counts for _, counts in by_worker), strict=True)]
@@ -218,6 +220,26 @@ def _by_position(metric: Metric, values: Sequence[tuple[str, Sequence[int]]]) ->
             if count:
                 family.add_metric([label, str(position)], count)
     return family
+
+
+def _prompt_sources(engines: Sequence[tuple[str, Engine]]) -> Iterator[CounterMetricFamily]:
+    """Return the counters of prompt tokens: the computed ones by cause, the others by source."""
+    computed = CounterMetricFamily(
+        metrics.WORKER_COMPUTED_TOKENS.name,
+        metrics.WORKER_COMPUTED_TOKENS.help,
+        labels=metrics.WORKER_COMPUTED_TOKENS.labels,
+    )
+    reused = CounterMetricFamily(
+        metrics.WORKER_REUSED_TOKENS.name, metrics.WORKER_REUSED_TOKENS.help, labels=metrics.WORKER_REUSED_TOKENS.labels
+    )
+    for worker, engine in engines:
+        totals = engine.scheduler.accounts.totals
+        for cause in metrics.WORKER_COMPUTED_TOKENS.values["cause"]:
+            computed.add_metric([worker, cause], totals.computed[ComputeCause(cause)])
+        for source in metrics.WORKER_REUSED_TOKENS.values["source"]:
+            reused.add_metric([worker, source], getattr(totals, source))
+    yield computed
+    yield reused
 
 
 def _histogram(metric: Metric, values: Sequence[tuple[str, Histogram]]) -> HistogramMetricFamily:

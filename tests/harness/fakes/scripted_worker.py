@@ -16,12 +16,14 @@ from blake3 import blake3
 from harness.fakes.byte_model import NAME
 from harness.fakes.scripted_tokens import next_token, scores_of, vector_of
 from harness.gateways.scripted_pins import ScriptedPins
+from kvferry.core.causes import ComputedTokens
 from kvferry.core.errors import KvferryError, TicketRejected, Unavailable
 from kvferry.core.ids import new_incarnation
 from kvferry.core.retention import Retention, RetentionOutcome
 from kvferry.core.sampling import FinishReason
 from kvferry.rpc import wire
 from kvferry.rpc.call_interceptor import STARTED_METADATA
+from kvferry.rpc.computed_wire import computed_to_wire
 from kvferry.rpc.retention_wire import retention_to_wire
 from kvferry.rpc.server import RpcServer, Service, start_server
 from kvferry.rpc.wire import pooling_from_wire
@@ -131,6 +133,8 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
         self.step_tokens = 1
         """Number of tokens per message of Decode."""
         self.num_loaded = 0
+        self.computed: tuple[ComputedTokens, ...] = ()
+        """Causes of the computed tokens in answers of `Prefill.Run`."""
         """Number of tokens that decode calls without a ticket report as loaded from a tier."""
         self.keeps_offers = True
         """Whether Prefill returns a ticket if requested."""
@@ -314,6 +318,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, ScriptedPins):
             num_written_tokens=2,
             queue_seconds=0.25,
             prefill_seconds=0.5,
+            computed=computed_to_wire(self.computed),
         )
         if request.retain_seconds:
             granted = Retention(RetentionOutcome.RETAINED, len(request.token_ids), request.retain_seconds)

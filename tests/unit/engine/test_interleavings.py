@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 from harness.drafts.draft_models import RandomTrees
+from harness.engines.account_book import AccountBook
 from harness.fakes.delayed import DelayedLoader, DelayedTiers, Offer, QueuedRunner
 from harness.fakes.engines import EOS, a_request, an_engine, next_allowed, next_token, small_limits
 from harness.fakes.heads import eagle_drafts
 from harness.fakes.masks import allowed_after, constrained, with_constraint
 
+from kvferry.core.causes import ComputeCause
 from kvferry.core.ids import RequestId
 from kvferry.engine.schedule.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.schedule.messages import EngineRequest
@@ -98,6 +100,7 @@ class Side:
             speculation=speculation,
             windows=windows,
         )
+        self.accounts = AccountBook(self.engine)
         self.runner = QueuedRunner(
             num_blocks, self.engine.allocator.block_tokens, chance, windows, samples_on_host=chance.random() < 0.5
         )
@@ -160,6 +163,8 @@ class Walk:
             self.check(name, asked)
         for side in (self.prefill, self.decode):
             self.seen["preempted"] += side.engine.scheduler.num_preemptions
+            for cause, count in side.engine.scheduler.accounts.totals.computed.items():
+                self.seen[cause] += count
             self.seen["ahead"] += side.runner.num_ahead
             self.seen["masked ahead"] += side.runner.num_masked_ahead
             self.seen["tier loads"] += side.tiers.num_loads if side.tiers else 0
@@ -215,6 +220,7 @@ class Walk:
     def step(self, side: Side) -> None:
         output = side.engine.step()
         side.engine.check_integrity()
+        side.accounts.stepped(output.updates)
         for update in output.updates:
             assert update.error is None
             asked = self.asked[update.request_id]
@@ -318,6 +324,12 @@ def test_each_request_has_the_tokens_of_an_isolated_run(first: int) -> None:
         "handed over",
         "branches",
         "prefetches",
+        ComputeCause.FIRST_SEEN,
+        ComputeCause.EVICTED,
+        ComputeCause.PARTIAL_BLOCK,
+        ComputeCause.LOAD_FAILED,
+        ComputeCause.RESUMED,
+        ComputeCause.PREEMPTED,
     ):
         assert seen[what] > 0, (what, seen)
 

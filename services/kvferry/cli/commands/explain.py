@@ -4,6 +4,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import Values, print_json, with_settings
 from kvferry.cli.server_url import ServerUrl
 from kvferry.cli.timeline import timeline
+from kvferry.core.causes import CAUSE_HELP
 from kvferry.core.errors import InvalidRequest, Unavailable
 from kvferry.core.inference.chunks import Timing, Usage
 from kvferry.core.settings.processes import EXPLAIN
@@ -53,6 +55,7 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
     lines = [f"{request_id}  {what}  {sample['outcome']}{error}"]
     counts = f"{sample['prompt_tokens']} prompt ({sample['cached_tokens']} cached), {sample['output_tokens']} generated"
     lines.append(f"  tokens     {counts}")
+    lines += _computed(sample.get("computed", ()))
     for note in _distinct(sample["routes"]):
         home = "" if note["worker"] == note["preferred"] else f", its prefix prefers {note['preferred']}"
         load = f"load {note['load']} of {note['capacity']}" if note["capacity"] else f"load {note['load']}"
@@ -93,6 +96,17 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
     usage = Usage(sample["prompt_tokens"], sample["output_tokens"], sample["cached_tokens"])
     drawn = timeline(_timing(timing), usage, timing["first_token_seconds"], timing["total_seconds"])
     return [*lines, "", *(f"  {line}" for line in drawn.splitlines())]
+
+
+def _computed(computed: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for each cause for which tokens of the prompt were computed, the most frequent first."""
+    lines = []
+    for number, one in enumerate(sorted(computed, key=lambda one: -one["num_tokens"])):
+        age = f", {one['seconds']:.0f} s ago" if one["seconds"] else ""
+        what = CAUSE_HELP.get(one["cause"], "a cause that this version does not know")
+        head = "computed" if not number else ""
+        lines.append(f"  {head:<9}  {counted(one['num_tokens'], 'token')}: {one['cause']} ({what}{age})")
+    return lines
 
 
 def _timing(given: dict[str, Any]) -> Timing:

@@ -51,7 +51,7 @@ class Pausing:
             for sequence in list(self._scheduler.sequences):
                 request_id, is_vector = sequence.request_id, sequence.sampling.pooling is not None
                 self._end(request_id)
-                self._ended.append(_aborted(request_id, is_vector=is_vector, num_cached=sequence.kv.num_cached))
+                self._ended.append(_aborted(request_id, is_vector=is_vector, num_cached=sequence.kv.account.num_cached))
         if mode is not PauseMode.KEEP:
             self._release([request for request in self._held.values() if request.num_generated])
 

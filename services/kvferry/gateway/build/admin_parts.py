@@ -12,6 +12,7 @@ from kvferry.gateway.http.admin_access import AdminAccess
 from kvferry.gateway.http.admin_api import AdminApi
 from kvferry.gateway.http.browsers import BrowserRules, is_loopback_address
 from kvferry.gateway.http.generation_routes import GenerationRoutes
+from kvferry.gateway.http.ledger_route import LedgerRoute
 from kvferry.gateway.http.pin_routes import PinRoutes
 from kvferry.gateway.observe.instruments import GatewayInstruments
 from kvferry.gateway.status import GatewayStatus
@@ -45,6 +46,7 @@ def build_admin_api(
         status.readiness,
         PinRoutes(service, pins, config.http),
         GenerationRoutes(generation, reset_caches, clock),
+        LedgerRoute(instruments.ledger),
         BrowserRules.of(config.admin_address, config.http.allowed_hosts),
         access,
     )

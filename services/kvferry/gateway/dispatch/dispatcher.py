@@ -212,6 +212,7 @@ class Dispatcher:
 
     async def _serve(self, run: SampleRun) -> AsyncGenerator[TokenEvent, None]:
         last_event_at = self._clock.monotonic()
+        row = self._instruments.ledger.row(*run.account)
         while run.state not in MACHINE.final:
             try:
                 if run.is_complete:
@@ -233,6 +234,7 @@ class Dispatcher:
                         if event.tokens and not run.is_step:
                             first_seconds = run.timing.first_token_seconds if is_first else None
                             self._instruments.tokens_arrived(len(event.tokens), first_seconds)
+                            row.output_tokens += len(event.tokens)
                         last_event_at = now
                         yield event
             except WorkerLost as lost:

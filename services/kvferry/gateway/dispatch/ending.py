@@ -59,4 +59,5 @@ class Ending:
             self._instruments.resumes.inc(run.timing.resumed)
             if run.num_beams and usage.output_tokens:  # the steps of a search count none
                 self._instruments.tokens_arrived(usage.output_tokens, run.timing.first_token_seconds)
+                self._instruments.ledger.row(*run.account).output_tokens += usage.output_tokens
             self._instruments.stream_ended(run.state.value, usage, run.timing)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
+from kvferry.core.causes import ComputedTokens
 from kvferry.core.errors import shortened
 from kvferry.core.ids import RequestId
 from kvferry.core.inference.chunks import Timing
@@ -39,6 +40,8 @@ class _Sample:
     """Number of beams of a beam search; 0 for a sample."""
     routes: tuple[RouteNote, ...]
     timing: Timing
+    computed: tuple[ComputedTokens, ...]
+    """Tokens of the prompt that workers computed, by cause."""
 
     def shown(self) -> dict[str, object]:
         """Return the entry's JSON object."""
@@ -69,6 +72,7 @@ class Journal:
                     run.num_beams,
                     tuple(run.routes),
                     run.timing,
+                    run.computed,
                 )
             )
         if len(self._entries) > _MAX_REQUESTS:

@@ -11,6 +11,7 @@ from kvferry.core.errors import Overloaded, Unavailable
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import WorkerId
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap
+from kvferry.gateway.decide.cache_map.seen_blocks import SeenBlocks
 from kvferry.gateway.decide.config import RoutingConfig
 from kvferry.gateway.decide.estimates.estimates import Commitment, Commitments, Estimates, Process
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun
@@ -22,6 +23,7 @@ from kvferry.gateway.decide.routing.routes import (
     CachedTokens,
     Candidates,
     Layout,
+    Pick,
     Replica,
     Route,
     RouteRequest,
@@ -177,6 +179,8 @@ class RouteSelection:
         self._policies = policies
         self._records = records
         self._instruments = instruments
+        self.seen = SeenBlocks()
+        """The blocks of earlier prompts."""
 
     def select(self, run: SampleRun, drop_ticket: TicketDrop) -> Route:
         """Choose the route of the next attempt.
@@ -218,12 +222,23 @@ class RouteSelection:
         for chosen in (route.prefill, route.decode):
             if chosen is not None:
                 caches.chose(chosen)
+        if run.ticket is None and not run.emitted:
+            self._note_blocks(run, route.prefill or route.decode, caches)
         notes = route_notes(route, self._config.policy)
         run.routes = [*run.routes, *notes][-_MAX_ROUTES:]
         if run.request.caller.is_explained and run.ticket is None:  # with a ticket, the pair was compared before
             # Runs after the call to the worker is sent, so that the comparison does not delay the request.
             asyncio.get_running_loop().call_soon(self._compare, run, route, notes[0], caches)
         return route
+
+    def _note_blocks(self, run: SampleRun, computing: Pick, caches: PromptCaches) -> None:
+        """Record which of the prompt's blocks other workers have, and which ones were in earlier prompts."""
+        run.num_elsewhere = caches.elsewhere(computing)
+        if not run.routes and not run.is_step:  # else the prompt was counted before
+            num_seen, num_named = caches.note_seen(computing, self.seen)
+            self._instruments.prompt_routed(
+                len(run.token_ids), num_named=num_named, num_seen=num_seen, is_exact=self.seen.is_exact
+            )
 
     def _compare(self, run: SampleRun, route: Route, note: RouteNote, caches: PromptCaches) -> None:
         """Add the choices of the other policies to a note."""

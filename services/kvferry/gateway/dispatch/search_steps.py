@@ -64,6 +64,7 @@ class SearchSteps:
             search.timing = replace(step.timing, total_seconds=0.0)
             search.num_cached_tokens, search.num_loaded_tokens = step.num_cached_tokens, step.num_loaded_tokens
             search.num_written_tokens = step.num_written_tokens
+        search.note_computed(step.computed)
         if is_first or len(step.routes) > 1:
             search.routes = [*search.routes, *step.routes][:_MAX_ROUTES]
         rank = len(request.token_ids), -request.sample_index  # the most probable beam is the first one of its round

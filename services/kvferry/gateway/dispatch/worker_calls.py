@@ -3,7 +3,7 @@ cause.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 
 import grpc
@@ -13,6 +13,8 @@ from kvferry.core.errors import Unavailable
 from kvferry.core.ids import new_ticket_id
 from kvferry.core.inference.pooling import PoolingParams
 from kvferry.core.sampling import ScoredToken
+from kvferry.gateway.decide.lifecycle.computed_causes import refined
+from kvferry.gateway.decide.lifecycle.ledger import count_answer, count_computed
 from kvferry.gateway.decide.lifecycle.sample_run import SampleRun, SealedTicket
 from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, SampleEvent, State
 from kvferry.gateway.decide.routing.routes import Pick, Route
@@ -23,11 +25,11 @@ from kvferry.gateway.dispatch.releases import Releases
 from kvferry.gateway.dispatch.route_selection import WorkRecords
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.observe.instruments import GatewayInstruments
-from kvferry.rpc import retention_wire, wire, worker_wire
+from kvferry.rpc import computed_wire, retention_wire, wire, worker_wire
 from kvferry.rpc.inference.vector_wire import vector_from_wire
 from kvferry.rpc.wire import pooling_to_wire
 from kvferry.serving.token_source import TokenEvent, Vector
-from kvferry.v1 import decode_pb2, prefill_pb2
+from kvferry.v1 import common_pb2, decode_pb2, prefill_pb2
 
 
 def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.PrefillRequest:
@@ -168,6 +170,8 @@ class WorkerCalls:
             num_loaded=answer.num_loaded_tokens,
             num_written=answer.num_written_tokens,
         )
+        self._note_computed(run, pick, answer.computed)
+        self._count_reused(run, answer)
         self._instruments.prefix_predicted(pick.cached, answer.num_cached_tokens)
         self._records.prefilled(run, address, answer.num_cached_tokens, answer.prefill_seconds)
         queued = run.request.caller.queued_seconds + answer.queue_seconds
@@ -217,6 +221,8 @@ class WorkerCalls:
             finally:
                 call.cancel()
         run.reused(num_cached=answer.num_cached_tokens, num_loaded=answer.num_loaded_tokens)
+        self._note_computed(run, pick, answer.computed)
+        self._count_reused(run, answer)
         run.time(prefill_seconds=answer.prefill_seconds)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
         self._ending.end(run, SampleEvent.FINISH)
@@ -248,6 +254,8 @@ class WorkerCalls:
                     held.note_answer()
                     if answer.HasField("handoff") and run.state is State.DECODING:  # no ticket: computed here
                         self._note_prompt(run, pick, answer)
+                    if answer.computed:
+                        self._note_computed(run, pick, answer.computed)
                     self._records.arrived(run)
                     self._note_handoff(run, address, answer)
                     finish = wire.finish_from_wire(answer.finish_reason)
@@ -284,6 +292,26 @@ class WorkerCalls:
             queued = run.request.caller.queued_seconds + answer.queue_seconds
             run.time(queue_seconds=queued, prefill_seconds=answer.prefill_seconds)
 
+    def _note_computed(self, run: SampleRun, pick: Pick, messages: Iterable[common_pb2.ComputedTokens]) -> None:
+        """Record why a worker computed tokens of the prompt."""
+        computed = refined(
+            computed_wire.computed_from_wire(messages),
+            num_prompt=len(run.request.token_ids),
+            block_tokens=pick.replica.block_tokens,
+            num_elsewhere=run.num_elsewhere,
+        )
+        run.note_computed(computed)
+        count_computed(self._instruments.ledger.row(*run.account), computed)
+        for one in computed:
+            self._instruments.computed_tokens.labels(one.cause).inc(one.num_tokens)
+
+    def _count_reused(
+        self, run: SampleRun, report: prefill_pb2.PrefillResponse | prefill_pb2.PoolResponse | decode_pb2.Handoff
+    ) -> None:
+        """Count the cached and the loaded tokens that a worker reports for the sample's tenant."""
+        row, num_prompt = self._instruments.ledger.row(*run.account), len(run.request.token_ids)
+        count_answer(row, num_prompt, report.num_cached_tokens, report.num_loaded_tokens, is_first=not run.emitted)
+
     def _note_retention(
         self, run: SampleRun, answer: prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse, address: str
     ) -> None:
@@ -302,6 +330,7 @@ class WorkerCalls:
                 self._ending.drop_ticket(run, "unused")
             return
         handoff = answer.handoff
+        self._count_reused(run, handoff)
         self._note_retention(run, answer, address)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
         outcome = worker_wire.handoff_outcome_from_wire(handoff.outcome)

@@ -25,6 +25,8 @@ from kvferry.gateway.http.client_api import error_response
 from kvferry.gateway.http.fields.query import known, single_fields
 from kvferry.gateway.http.generation_routes import PATHS as GENERATION_PATHS
 from kvferry.gateway.http.generation_routes import GenerationRoutes
+from kvferry.gateway.http.ledger_route import PATHS as LEDGER_PATHS
+from kvferry.gateway.http.ledger_route import LedgerRoute
 from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.page_files import PageFiles
 from kvferry.gateway.http.pin_routes import PATHS as PIN_PATHS
@@ -45,6 +47,7 @@ PATHS = (
     "POST /reset_prefix_cache",
     *PIN_PATHS,
     *GENERATION_PATHS,
+    *LEDGER_PATHS,
     "POST /v1/load_lora_adapter",
     "POST /v1/unload_lora_adapter",
     "/health",
@@ -82,6 +85,8 @@ class AdminApi:
     """Routes of pinned prefixes."""
     generation: GenerationRoutes
     """Routes that pause generation and change the weights."""
+    ledger: LedgerRoute
+    """Route of the tokens of each tenant."""
     rules: BrowserRules
     """Requests of browsers that are accepted."""
     access: AdminAccess
@@ -101,6 +106,7 @@ class AdminApi:
             Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
             *self.pins.routes(),
             *self.generation.routes(),
+            *self.ledger.routes(),
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),

@@ -4,6 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from kvferry.core.causes import ComputedTokens
 from kvferry.core.ids import RequestId
 from kvferry.core.inference.chunks import Timing
 from kvferry.gateway.decide.routing.route_notes import RouteNote
@@ -22,6 +23,7 @@ class EndedSample(Struct):
     beam_width: int
     routes: list[RouteNote]
     timing: Timing
+    computed: list[ComputedTokens]
     phases: list[Phase]
 
 

@@ -16,6 +16,7 @@ from kvferry.core.handoffs import HandoffOutcome
 from kvferry.core.inference.chunks import KvReport, Timing, Usage
 from kvferry.core.metrics import Metric
 from kvferry.gateway.decide.flow.controller import FlowController, QueueSize
+from kvferry.gateway.decide.lifecycle.ledger import Ledger
 from kvferry.gateway.decide.lifecycle.prompt_sources import prompt_sources
 from kvferry.gateway.decide.lifecycle.sample_states import State
 from kvferry.gateway.decide.routing.routes import PredictedPrefix
@@ -56,6 +57,8 @@ class GatewayInstruments:
         # Otherwise each counter and histogram has a further series, `_created`.
         disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client has no annotation for it
         self.registry = CollectorRegistry() if registry is None else registry
+        self.ledger = Ledger()
+        """Tokens by tenant and adapter."""
         self.requests = self._counter(metrics.GATEWAY_REQUESTS)
         self.streams = self._counter(metrics.GATEWAY_STREAMS)
         self.streams_open = self._gauge(metrics.GATEWAY_STREAMS_OPEN)
@@ -81,6 +84,10 @@ class GatewayInstruments:
         self.prompt_tokens = self._counter(metrics.GATEWAY_PROMPT_TOKENS)
         self.cached_tokens = self._counter(metrics.GATEWAY_CACHED_TOKENS)
         self.prompt_source_tokens = self._counter(metrics.GATEWAY_PROMPT_SOURCES)
+        self.computed_tokens = self._counter(metrics.GATEWAY_COMPUTED_TOKENS)
+        self.seen_tokens = self._counter(metrics.GATEWAY_SEEN_TOKENS)
+        self.seen_exact = self._gauge(metrics.GATEWAY_SEEN_EXACT)
+        self.seen_exact.set(1)
         self.handoff_tokens = self._counter(metrics.GATEWAY_HANDOFF_TOKENS)
         self.output_tokens = self._counter(metrics.GATEWAY_OUTPUT_TOKENS)
         self.first_token_seconds = self._histogram(metrics.GATEWAY_FIRST_TOKEN_SECONDS)
@@ -124,6 +131,20 @@ class GatewayInstruments:
                 self.prompt_source_tokens.labels(source).inc(getattr(sources, source))
             self.handoff_tokens.inc(sources.handed_off)
         self.stream_seconds.observe(timing.total_seconds)
+
+    def prompt_routed(self, num_tokens: int, *, num_named: int, num_seen: int, is_exact: bool) -> None:
+        """Record which tokens of a prompt were in an earlier prompt, when its first route is chosen.
+
+        Args:
+            num_tokens: length of the prompt.
+            num_named: number of its tokens in blocks that a cache can give.
+            num_seen: number of those tokens whose block was in an earlier prompt.
+            is_exact: whether no block of an earlier prompt was forgotten.
+        """
+        self.seen_exact.set(is_exact)
+        parts = {"seen": num_seen, "new": num_named - num_seen, "unnamed": num_tokens - num_named}
+        for kind, count in parts.items():
+            self.seen_tokens.labels(kind).inc(count)
 
     def kv_reported(self, reports: Sequence[KvReport]) -> None:
         """Record the decisions whether to load KV."""
@@ -174,6 +195,8 @@ class GatewayInstruments:
             streams={labels["outcome"]: n for labels, n in _totals(self.streams)},
             sources={source: sources.get(source, 0) for source in SOURCES},
             handoff_tokens=_total(self.handoff_tokens),
+            computed={labels["cause"]: n for labels, n in _totals(self.computed_tokens)},
+            seen={labels["kind"]: n for labels, n in _totals(self.seen_tokens)},
         )
 
     def _counter(self, metric: Metric) -> Counter:

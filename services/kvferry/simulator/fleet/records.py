@@ -52,7 +52,7 @@ class Records:
             member: the worker that computed it.
             now: virtual time in seconds.
         """
-        num_cached = 0 if job.sequence is None else job.sequence.kv.num_cached
+        num_cached = 0 if job.sequence is None else job.sequence.kv.account.num_cached
         self._estimates.observe_prompt(len(job.tokens), num_cached)
         self._estimates.observe_prefill(member.process, len(job.tokens) - num_cached, now - job.started)
 

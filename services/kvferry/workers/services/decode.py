@@ -17,7 +17,7 @@ from kvferry.engine.schedule.step.kv_jobs import Export, SequenceUpdate
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import FetchSource, Peer, PeerControl
 from kvferry.kv.interface.ticket import Keyring, Ticket, check_ticket, digest_tokens
-from kvferry.rpc import retention_wire, wire, worker_wire
+from kvferry.rpc import computed_wire, retention_wire, wire, worker_wire
 from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.call_interceptor import STARTED_METADATA
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
@@ -294,6 +294,8 @@ def _message(items: list[StreamItem], handoff: _Handoff) -> decode_pb2.DecodeRes
             message.prompt_logprobs.extend(wire.scores_to_wire(item.update.scores))
             if item.retention is not None:
                 message.retention.CopyFrom(retention_wire.retention_to_wire(item.retention))
+            if item.update.computed:
+                message.computed.extend(computed_wire.computed_to_wire(item.update.computed))
             last = item.update
             handoff.kept = item.update.kept
             if item.update.finish_reason is not None:

@@ -13,7 +13,7 @@ from kvferry.engine.schedule.messages import EngineRequest
 from kvferry.engine.schedule.step.kv_progress import RemoteKv
 from kvferry.kv.interface.connector import FetchSource
 from kvferry.kv.interface.ticket import Keyring, check_ticket
-from kvferry.rpc import retention_wire, wire, worker_wire
+from kvferry.rpc import computed_wire, retention_wire, wire, worker_wire
 from kvferry.rpc.call_interceptor import STARTED_METADATA
 from kvferry.rpc.wire import pooling_from_wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
@@ -124,6 +124,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             values=update.embedding.tolist(),
             num_cached_tokens=update.num_cached,
             num_loaded_tokens=update.num_loaded,
+            computed=computed_wire.computed_to_wire(update.computed),
             prefill_seconds=self._context.clock.monotonic() - begun,
             kv=wire.kv_reports_to_wire(kv_report.take_reports()),
         )
@@ -189,6 +190,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             num_cached_tokens=update.num_cached,
             num_loaded_tokens=update.num_loaded,
             num_written_tokens=update.num_written,
+            computed=computed_wire.computed_to_wire(update.computed),
             prefill_seconds=seconds,
             prompt_logprobs=wire.scores_to_wire(update.scores),
             retention=None if item.retention is None else retention_wire.retention_to_wire(item.retention),

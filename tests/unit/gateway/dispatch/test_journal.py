@@ -1,10 +1,12 @@
 """Requests that the journal keeps: for which tenant and for how long."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from kvferry.cli.commands.explain import report_lines
+from kvferry.core.causes import ComputeCause, ComputedTokens
 from kvferry.core.ids import RequestId, WorkerId
 from kvferry.core.inference.chunks import KvReport, Timing
 from kvferry.core.retention import Retention, RetentionOutcome
@@ -105,6 +107,27 @@ def test_the_report_draws_the_time_line() -> None:
     assert rows["hand-off"].endswith("100.0 ms  fetched: 1 block, 3.0 MiB over shm")
     assert rows["decode"].index("█") > rows["prefill"].index("█")
     assert len([line for line in lines if "by policy" in line]) == len(sample["routes"]) // 2
+
+
+def test_the_report_says_why_tokens_were_computed() -> None:
+    journal, run = Journal(), a_run("r")
+    run.note_computed((ComputedTokens(ComputeCause.PARTIAL_BLOCK, 7), ComputedTokens(ComputeCause.EVICTED, 64, 30.0)))
+    run.note_computed((ComputedTokens(ComputeCause.EVICTED, 16, 99.0),))
+    journal.add(run)
+    (sample,) = journal.find("a", RequestId("r")) or []
+    sample = json.loads(json.dumps(sample))
+    assert sample["computed"] == [
+        {"cause": "partial_block", "num_tokens": 7, "seconds": 0.0},
+        {"cause": "evicted", "num_tokens": 80, "seconds": 30.0},
+    ]
+    sample["computed"].append({"cause": "of_a_newer_gateway", "num_tokens": 1, "seconds": 0.0})
+    assert report_lines("r", sample)[2:5] == [
+        "  computed   80 tokens: evicted (blocks whose pages were reused, 30 s ago)",
+        "             7 tokens: partial_block (the last block, which is always computed)",
+        "             1 token: of_a_newer_gateway (a cause that this version does not know)",
+    ]
+    del sample["computed"]  # by an older gateway
+    assert not [line for line in report_lines("r", sample) if "evicted" in line]
 
 
 def test_the_header_is_one_line_of_ascii() -> None:

@@ -90,7 +90,9 @@ class AdapterActivation:
             ]
             for sequence in waiting:
                 self._abort(sequence.request_id)
-                self._failed.append(SequenceUpdate(sequence.request_id, (), None, sequence.kv.num_cached, error=error))
+                self._failed.append(
+                    SequenceUpdate(sequence.request_id, (), None, sequence.kv.account.num_cached, error=error)
+                )
 
     @property
     def has_failed(self) -> bool:

@@ -16,6 +16,7 @@ from kvferry.engine.schedule.blocks.block_table import BlockTable
 from kvferry.engine.schedule.blocks.cached_prefix import NO_PAGE, CachedPrefix, longest_prefix
 from kvferry.engine.schedule.blocks.page_needs import PageNeeds
 from kvferry.engine.schedule.blocks.prefix_index import PrefixIndex
+from kvferry.engine.schedule.blocks.removed_blocks import RemovedBlocks, capacity_for
 from kvferry.kv.pages.layer_groups import FULL_ATTENTION, first_block_read, handed_over
 
 
@@ -80,8 +81,8 @@ class Allocator:
             step_tokens: see `Allocator`.
             epochs: storage of the pages' epochs; see `BlockPool`.
         """
-        index = PrefixIndex()
-        further = [PrefixIndex(has_feed=False) for _ in windows[1:]]
+        index = PrefixIndex(removed=RemovedBlocks(capacity_for(num_blocks)))
+        further = [PrefixIndex(has_feed=False, removed=index.removed) for _ in windows[1:]]
 
         def forget(block: BlockId) -> None:
             for each in (index, *further):
@@ -300,7 +301,7 @@ class Allocator:
             names: names of the sequence's full blocks, used to find pages that its table no longer has.
         """
         for block in table.blocks:
-            self.index.forget(block)
+            self.index.forget(block, is_dropped=True)
         if self.has_windows:
             for name in names:
                 for index in self._indexes:
@@ -323,7 +324,7 @@ class Allocator:
         removed = self.index.blocks()
         for index in self._indexes:
             for block in index.blocks():
-                index.forget(block)
+                index.forget(block, is_dropped=True)
         self.pool.outdate_free()
         return len(removed)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId
+from kvferry.engine.schedule.blocks.removed_blocks import RemovedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,14 @@ class PrefixIndex:
     """Names of full, computed blocks and their pages. The index holds no references, so its pages may be free and
     reusable."""
 
-    def __init__(self, *, has_feed: bool = True) -> None:
+    def __init__(self, *, has_feed: bool = True, removed: RemovedBlocks | None = None) -> None:
         """
         Args:
-            has_feed: whether `take_changes` is called; otherwise changes are not recorded.
+            has_feed: whether `take_changes` is called; otherwise neither changes nor removals are recorded.
+            removed: record of removed blocks; `None` for an own one of the default capacity.
         """
         self._has_feed = has_feed
+        self.removed = RemovedBlocks() if removed is None else removed
         self._changes: list[CacheChange] = []
         self._block_of: dict[BlockHash, BlockId] = {}
         self._content_of: dict[BlockId, tuple[BlockHash, tuple[int, ...]]] = {}
@@ -102,20 +105,30 @@ class PrefixIndex:
             self._changes.append(CacheChange(name, CachedBlock(name, parent, depth)))
         return True
 
-    def forget(self, block: BlockId) -> None:
-        """Remove a page whose content is about to be overwritten; do nothing if it is not in the index."""
+    def has_name(self, name: BlockHash) -> bool:
+        """Return whether a block is in the index."""
+        return name in self._block_of
+
+    def forget(self, block: BlockId, *, is_dropped: bool = False) -> None:
+        """Remove a page; do nothing if it is not in the index.
+
+        Args:
+            block: the page.
+            is_dropped: whether its content must not be used any more, and not about to be overwritten.
+        """
         content = self._content_of.pop(block, None)
         if content is not None:
             self.version += 1
             del self._block_of[content[0]]
             if self._has_feed:
                 self._changes.append(CacheChange(content[0], None))
+                self.removed.add(content[0], is_dropped=is_dropped)
 
     def forget_name(self, name: BlockHash) -> None:
-        """Remove the page of a block, if it has one."""
+        """Remove the page of a block, if it has one, because its content must not be used any more."""
         block = self._block_of.get(name)
         if block is not None:
-            self.forget(block)
+            self.forget(block, is_dropped=True)
 
     @property
     def has_changes(self) -> bool:

@@ -263,3 +263,5 @@ class KvLoads:
 
     def _note_decision(self, request_id: RequestId, decision: LoadDecision) -> None:
         self._decisions.append((request_id, decision))
+        first, last = decision.first_token + decision.num_loaded, decision.first_token + decision.num_tokens
+        self._scheduler.load_decided(request_id, dearer=range(first, last))

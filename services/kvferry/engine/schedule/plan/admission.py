@@ -346,7 +346,7 @@ class Admission:
         if not pages.fits(hit, sequence.num_tokens):  # counts all its tokens, not only the first chunk
             return False
         if remote is not None and fetches and remote.has_all_pages and not pages.fits_whole(hit, upto):
-            sequence.kv.drop_remote()  # computing needs fewer pages at once
+            sequence.kv.drop_remote(unloaded_from=hit_tokens)  # computing needs fewer pages at once
             return self._admit_one(sequence, hit, room, pages, planned)
         self._allocator.hold(sequence.kv.table, hit)
         table = sequence.kv.table
@@ -360,7 +360,7 @@ class Admission:
             sequence.take_slot(self._slots.take(sequence.request.adapter))
         pages.admit(sequence)
         self._leave(sequence)
-        sequence.kv.start_from(len(hit), self._allocator.block_tokens, is_first=not sequence.num_preemptions)
+        sequence.kv.start_from(len(hit), self._allocator.block_tokens)
         if not sequence.num_preemptions:
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += hit_tokens
@@ -373,7 +373,7 @@ class Admission:
                 targets = table.handed_over(windows, remote.num_tokens, size)[len(hit) :]
             self._admitted.load(sequence, len(hit), targets)
             return True
-        sequence.kv.drop_remote()
+        sequence.kv.drop_remote(unloaded_from=hit_tokens)
         self._admitted.run(sequence, SequenceEvent.ADMIT)
         self._started.append(sequence.request_id)
         planned.append(share(sequence, count))

@@ -11,6 +11,7 @@ from collections.abc import Sequence as OrderedView
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockId, RequestId
+from kvferry.engine.schedule.plan.prompt_accounts import PromptAccounts
 from kvferry.engine.schedule.step.kv_jobs import LoadJob
 from kvferry.engine.schedule.step.sequence import Sequence, SequenceEvent, SequenceState
 
@@ -18,12 +19,14 @@ from kvferry.engine.schedule.step.sequence import Sequence, SequenceEvent, Seque
 class AdmittedSequences:
     """The running and the loading sequences of one scheduler, which no other module adds or removes."""
 
-    def __init__(self, order: Callable[[Sequence], tuple[int, int]]) -> None:
+    def __init__(self, order: Callable[[Sequence], tuple[int, int]], accounts: PromptAccounts) -> None:
         """
         Args:
             order: sort key of the running sequences.
+            accounts: counts the sources of their prompts' tokens.
         """
         self._order = order
+        self._accounts = accounts
         self._running: list[Sequence] = []
         self._loading: dict[RequestId, Sequence] = {}
         self._jobs: list[LoadJob] = []
@@ -36,6 +39,7 @@ class AdmittedSequences:
             event: `ADMIT` or `LOADED`.
         """
         sequence.move(event)
+        self._accounts.started(sequence)
         bisect.insort(self._running, sequence, key=self._order)
 
     def load(self, sequence: Sequence, first_block: int, targets: Iterable[BlockId]) -> None:

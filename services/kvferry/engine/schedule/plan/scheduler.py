@@ -37,6 +37,7 @@ from kvferry.engine.schedule.plan.admission import Admission, num_lacking
 from kvferry.engine.schedule.plan.admitted import AdmittedSequences
 from kvferry.engine.schedule.plan.full_blocks import FullBlocks
 from kvferry.engine.schedule.plan.lookahead import MAX_AHEAD, is_same, one_ahead, share
+from kvferry.engine.schedule.plan.prompt_accounts import PromptAccounts
 from kvferry.engine.schedule.plan.step_budget import StepBudget
 from kvferry.engine.schedule.policies.background import BackgroundTurns, is_background
 from kvferry.engine.schedule.policies.deadlines import Deadlines, is_overdue, overdue
@@ -77,7 +78,9 @@ class Scheduler:
         self._policy = policy_of(limits.scheduling)
         self._background = BackgroundTurns(self._policy.background_period(limits))
         self._deadlines = Deadlines()
-        self._admitted = AdmittedSequences(self._policy.order)
+        self.accounts = PromptAccounts(allocator)
+        """Sources of the prompts' tokens, and the causes of the computed ones."""
+        self._admitted = AdmittedSequences(self._policy.order, self.accounts)
         self._known: dict[RequestId, Sequence] = {}
         self.admission = Admission(limits, allocator, self._policy, admitted=self._admitted, slots=self.slots)
         """Admission of waiting sequences, with their queue and its statistics."""
@@ -266,13 +269,13 @@ class Scheduler:
             output = result.outputs.get(item.request_id)
             if item.request_id in result.postponed:
                 sampling.postpone()  # the next step computes and samples the first sampled row again
-                kv.advance(item.num_scheduled - item.num_sampled)
+                self._advance(sequence, item.num_scheduled - item.num_sampled)
                 self.blocks.list_full(sequence)
                 continue
             if sampling.is_postponed:
                 sampling.resume()
             if output is None and not item.num_sampled:
-                kv.advance(item.num_scheduled)
+                self._advance(sequence, item.num_scheduled)
                 self.blocks.list_full(sequence)
                 if sampling.pooling is not None and kv.num_computed == len(sampling.tokens):
                     updates.append(self._pooled(sequence, sampling.pooling))
@@ -296,6 +299,7 @@ class Scheduler:
         sequence = self._admitted.take_loaded(request_id)
         if sequence is None:
             return False
+        self.accounts.loaded(sequence, num_tokens, is_tier=is_stored)
         sequence.kv.loaded_to(num_tokens, num_stored=num_tokens // self.allocator.block_tokens if is_stored else 0)
         self.blocks.list_loaded(sequence)
         self.admission.start(sequence)
@@ -308,12 +312,18 @@ class Scheduler:
         if sequence is None:
             return None
         self.allocator.free(sequence.kv.table)
+        sequence.kv.drop_remote(unloaded_from=sequence.kv.num_computed)
         sequence.kv.lost_pages()
-        sequence.kv.drop_remote()
         sequence.move(SequenceEvent.LOAD_FAILED)
         self.admission.give_back_slot(sequence)
         self.admission.wait(sequence)
         return sequence
+
+    def load_decided(self, request_id: RequestId, *, dearer: range) -> None:
+        """Record the positions of a sequence that could be loaded, and are computed because that is faster."""
+        sequence = self._known.get(request_id)
+        if sequence is not None:
+            sequence.kv.account.load_dearer(dearer)
 
     # ------------------------------------------------------------------ views
 
@@ -384,13 +394,22 @@ class Scheduler:
         self.admission.wait(victim)
         self.num_preemptions += 1
 
+    def _advance(self, sequence: Sequence, count: int) -> None:
+        kv = sequence.kv
+        if kv.num_computed < kv.account.num_given:
+            self.accounts.computed(sequence, count)
+        kv.advance(count)
+
     def _append(self, sequence: Sequence, item: ScheduledSequence, given: SequenceOutput | None) -> SequenceUpdate:
         kv, sampling, exports = sequence.kv, sequence.sampling, sequence.request.exports
         exported_tokens = len(sampling.tokens)
         output = check_output(item, given, kv.num_computed, exported_tokens)
         self.drafting.verified(item, output)
         drawn, accepted = output.tokens, output.accepted
-        kv.advance(accepted)
+        if kv.num_computed < kv.account.num_given:
+            self._advance(sequence, accepted)
+        else:
+            kv.advance(accepted)
         self.blocks.list_full(sequence)
         scores = sampling.take_scores()
         drawn, reason = sampling.extend(drawn)
@@ -424,9 +443,11 @@ class Scheduler:
     def _fail(self, sequence: Sequence, error: KvferryError) -> SequenceUpdate:
         """End a failed sequence and remove its blocks from the prefix cache, since one of them may be damaged."""
         self.blocks.forget(sequence)
-        num_cached = sequence.kv.num_cached
+        account = sequence.kv.account
         self.abort(sequence.request_id)
-        return SequenceUpdate(sequence.request_id, (), None, num_cached, error=error)
+        return SequenceUpdate(
+            sequence.request_id, (), None, account.num_cached, error=error, computed=account.take_computed()
+        )
 
 
 def _update(
@@ -440,7 +461,8 @@ def _update(
     embedding: npt.NDArray[np.float32] | None = None,
 ) -> SequenceUpdate:
     """Return a sequence's update, with the sources of its prompt's KV."""
-    kv, name = sequence.kv, sequence.request_id
+    kv, account, name = sequence.kv, sequence.kv.account, sequence.request_id
     return SequenceUpdate(
-        name, tokens, reason, kv.num_cached, export, kept, None, scores, embedding, kv.num_loaded, kv.num_written
-    )
+        name, tokens, reason, account.num_cached, export, kept, None, scores, embedding, account.num_loaded,
+        kv.num_written, account.take_computed() if account.unreported else (),
+    )  # fmt: skip

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.causes import ComputedTokens
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
@@ -86,3 +87,5 @@ class SequenceUpdate(NamedTuple):
     """Number of prompt tokens whose KV was loaded from a peer or a tier."""
     num_written: int = 0
     """Number of prompt tokens whose KV was computed and is in the prefix cache."""
+    computed: tuple[ComputedTokens, ...] = ()
+    """Prompt tokens that were computed since the previous update, by cause."""

@@ -6,6 +6,7 @@ from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash
 from kvferry.engine.schedule.blocks.block_table import BlockTable
 from kvferry.engine.schedule.blocks.cached_prefix import CachedPrefix
+from kvferry.engine.schedule.step.kv_account import KvAccount
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class KvProgress:
     """KV that can be loaded; `None` if there is none, or after the load."""
     names: list[BlockHash] = field(default_factory=list)
     """Names of the full blocks hashed so far; a prefix of the hash chain."""
+    account: KvAccount = field(default_factory=KvAccount)
+    """Sources of the prompt's tokens."""
     table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
     """C: number of leading tokens whose KV is in the pages."""
@@ -45,15 +48,8 @@ class KvProgress:
     """Number of leading blocks that were stored in the tiers or loaded from them."""
     num_reported: int = 0
     """Number of leading blocks that were reported as `NewBlocks`."""
-    num_cached: int = 0
-    """Number of tokens found in the prefix cache at the first admission."""
-    num_loaded: int = 0
-    """Number of tokens that were loaded from a peer or a tier, without those that had been computed before a
-    preemption."""
     num_written: int = 0
     """Number of prompt tokens that were computed and whose blocks are in the prefix index."""
-    num_reached: int = 0
-    """Maximum of `num_computed` before the pages were last freed."""
     is_lookup_pending: bool = False
     """Whether a tier lookup is pending; admission skips the sequence until it completes."""
     last_lookup: tuple[int, int, CachedPrefix] | None = None
@@ -95,8 +91,15 @@ class KvProgress:
         self.is_lookup_pending = False
         self.remote = remote
 
-    def drop_remote(self) -> None:
-        """Compute the KV, instead of loading it."""
+    def drop_remote(self, *, unloaded_from: int | None = None) -> None:
+        """Compute the KV, instead of loading it.
+
+        Args:
+            unloaded_from: first position that should have been loaded, if the load failed or cannot start; `None` if
+                computing was chosen.
+        """
+        if self.remote is not None and unloaded_from is not None:
+            self.account.load_failed(range(unloaded_from, self.remote.num_tokens))
         self.remote = None
 
     def loaded_to(self, num_tokens: int, *, num_stored: int = 0) -> None:
@@ -106,27 +109,23 @@ class KvProgress:
             num_tokens: number of leading tokens whose KV is now in the pages.
             num_stored: number of leading blocks that the tiers have.
         """
-        self.num_loaded += max(0, num_tokens - max(self.num_computed, self.num_reached))
         self.num_computed = max(self.num_computed, num_tokens)
         self.num_stored = max(self.num_stored, num_stored)
         self.remote = None
 
     # ------------------------------------------------------------------ pages
 
-    def start_from(self, num_blocks: int, block_tokens: int, *, is_first: bool) -> None:
+    def start_from(self, num_blocks: int, block_tokens: int) -> None:
         """Record the cached prefix that the sequence starts from.
 
         Args:
             num_blocks: number of blocks of the prefix.
             block_tokens: tokens per block.
-            is_first: whether the sequence was not preempted before.
         """
         self.last_lookup = None
         self.num_computed = num_blocks * block_tokens
         self.num_listed = num_blocks
         self.num_stored = max(self.num_stored, num_blocks)
-        if is_first:
-            self.num_cached = self.num_computed
 
     def advance(self, num_tokens: int) -> None:
         """Record that a step has computed the KV of the next `num_tokens` tokens."""
@@ -138,7 +137,6 @@ class KvProgress:
 
     def lost_pages(self) -> None:
         """Record that the pages were freed, so that their KV must be computed or loaded again."""
-        self.num_reached = max(self.num_reached, self.num_computed)
         self.num_computed = self.num_listed = self.num_reported = 0
 
     def forget_names(self) -> None:
@@ -156,7 +154,7 @@ class KvProgress:
 
     def written_to(self, num_tokens: int) -> None:
         """Record that the blocks of `num_tokens` leading tokens of the prompt are in the prefix index."""
-        self.num_written = max(self.num_written, num_tokens - self.num_cached - self.num_loaded)
+        self.num_written = max(self.num_written, num_tokens - self.account.num_cached - self.account.num_loaded)
 
     def stored_to(self, num_blocks: int) -> None:
         """Record that the stores of `num_blocks` leading blocks are planned."""

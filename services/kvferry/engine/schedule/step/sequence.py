@@ -21,6 +21,7 @@ from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash
 from kvferry.core.states import Machine
 from kvferry.engine.schedule.step.adapter_slots import NO_SLOT
+from kvferry.engine.schedule.step.kv_account import KvAccount
 from kvferry.engine.schedule.step.kv_progress import KvProgress, RemoteKv
 from kvferry.engine.schedule.step.prompt_pooling import PromptPooling
 from kvferry.engine.schedule.step.sampling_state import SamplingState
@@ -96,7 +97,7 @@ class Sequence:
         self.request = request
         self.request_id = request.request_id
         self.sampling = SamplingState(request, tokens, mask, pooling)
-        self.kv = KvProgress(remote, [] if names is None else names)
+        self.kv = KvProgress(remote, [] if names is None else names, KvAccount(request.num_prompt, len(tokens)))
         self.state = SEQUENCE_MACHINE.initial
         self.arrival = arrival
         """Order of arrival: the earliest is scheduled first, the latest is preempted first."""

@@ -293,6 +293,12 @@ class Lookup:
             depth += 1
         return Prediction(replica.state, Basis.HISTORY, depth)
 
+    def elsewhere(self, address: str) -> int:
+        """Return the largest number of leading blocks that a replica with an exact map has, other than `address`."""
+        replicas = self._map._replicas
+        own = replicas[address].bit if address in replicas else 0
+        return max((depth for bit, depth in self._found.items() if bit != own), default=0)
+
     def chose(self, address: str) -> None:
         """Note that the prompt is sent to a replica: its blocks count as present for a while, and the deepest block
         that the worker has reported is checked in the next audit."""

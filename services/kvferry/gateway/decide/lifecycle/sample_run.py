@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
+from kvferry.core.causes import ComputedTokens
 from kvferry.core.errors import KvferryError
 from kvferry.core.inference.chunks import KvReport, Timing
 from kvferry.core.inference.pooling import PoolingParams
@@ -17,6 +18,7 @@ from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.core.traces.spans import Attribute, Span, SpanKind
 from kvferry.gateway.decide.config import RetryConfig
 from kvferry.gateway.decide.estimates.estimates import Commitment
+from kvferry.gateway.decide.lifecycle.computed_causes import summed
 from kvferry.gateway.decide.lifecycle.sample_states import MACHINE, SampleEvent, State
 from kvferry.gateway.decide.routing.cached_prefix import PromptNames
 from kvferry.gateway.decide.routing.route_notes import RouteNote
@@ -194,9 +196,14 @@ class SampleRun:
     num_loaded_tokens: int = 0
     """Number of the cached tokens that were loaded from a tier or another worker."""
     num_written_tokens: int = 0
+    """Number of prompt tokens whose KV was computed and put in a prefix cache."""
+    computed: tuple[ComputedTokens, ...] = ()
+    """The prompt's tokens that workers computed for this sample, by cause."""
+    num_elsewhere: int = 0
+    """Number of the prompt's leading tokens that a worker of the exact cache map had, other than the one that computes
+    the prompt."""
     retained_at: str = ""
     """Address of the worker that keeps the prompt; empty if none does."""
-    """Number of prompt tokens whose KV was computed and put in a prefix cache."""
     timing: Timing = field(default_factory=Timing)
     routes: list[RouteNote] = field(default_factory=list)
     """Routing decisions, in order."""
@@ -260,6 +267,17 @@ class SampleRun:
         """
         self.num_cached_tokens = num_cached + num_loaded
         self.num_loaded_tokens, self.num_written_tokens = num_loaded, num_written
+
+    @property
+    def account(self) -> tuple[str, str]:
+        """The tenant, and the name of the adapter or an empty string, to which the sample's tokens are counted."""
+        caller = self.request.caller
+        return caller.tenant, "" if caller.adapter is None else caller.adapter.name
+
+    def note_computed(self, computed: Sequence[ComputedTokens]) -> None:
+        """Add tokens of the prompt that a worker computed, by cause."""
+        if computed:
+            self.computed = summed((*self.computed, *computed))
 
     def retained(self, retention: Retention, address: str) -> None:
         """Record what a worker granted, as long as it is not lost."""

@@ -11,6 +11,7 @@ from blake3 import blake3
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockHash
 from kvferry.gateway.decide.cache_map.cache_map import CacheMap, Lookup
+from kvferry.gateway.decide.cache_map.seen_blocks import SeenBlocks
 from kvferry.gateway.decide.routing.routes import Pick, PredictedPrefix, PrefixKey, Replica
 
 MAX_BLOCKS = 4096
@@ -158,6 +159,24 @@ class PromptCaches:
     def chose(self, pick: Pick) -> None:
         """Note that the prompt is sent to a replica, which will have all of its blocks."""
         self._lookup(pick.replica)[0].chose(pick.replica.address)
+
+    def elsewhere(self, pick: Pick) -> int:
+        """Return the largest number of the prompt's leading tokens that a replica with an exact map and the layout of
+        the chosen one has, other than the chosen one."""
+        lookup, _ = self._lookup(pick.replica)
+        return lookup.elsewhere(pick.replica.address) * pick.replica.block_tokens
+
+    def note_seen(self, pick: Pick, seen: SeenBlocks) -> tuple[int, int]:
+        """Add the prompt's blocks to those of earlier prompts, in the layout of the replica that computes it; return
+        the number of its tokens in blocks that were known, and in all blocks that a cache can give.
+
+        Args:
+            pick: the replica.
+            seen: the blocks of earlier prompts.
+        """
+        size = pick.replica.block_tokens
+        names = self._names.of(self._namers, self._tenant, pick.replica, self._token_ids, MAX_BLOCKS)
+        return size * seen.note(names), size * len(names)
 
     def _lookup(self, replica: Replica) -> tuple[Lookup, int]:
         layout = (replica.layout_fingerprint, replica.block_tokens)

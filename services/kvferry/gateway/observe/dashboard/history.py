@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.core.causes import CAUSE_HELP, ComputeCause
 from kvferry.gateway.observe.dashboard.quantiles import Buckets, quantiles
 
 INTERVAL_SECONDS = 2.0
@@ -35,6 +36,10 @@ class Totals:
     """Number of prompt tokens by the source of their KV; see `gateway.decide.lifecycle.prompt_sources`."""
     handoff_tokens: int
     """Number of prompt tokens whose KV a decode worker fetched from the prefill worker."""
+    computed: Mapping[str, int] = field(default_factory=dict)
+    """Number of prompt tokens that workers computed, by cause; see `core.causes`."""
+    seen: Mapping[str, int] = field(default_factory=dict)
+    """Number of tokens of routed prompts, by whether an earlier prompt had their block (seen, new, unnamed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,12 @@ class History:
                 "streams": dict(totals.streams),
                 "prompt_tokens_by_source": dict(totals.sources),
                 "handoff_tokens": totals.handoff_tokens,
+                "computed_tokens_by_cause": [
+                    {"cause": cause, "help": CAUSE_HELP[cause], "num_tokens": totals.computed[cause]}
+                    for cause in ComputeCause
+                    if totals.computed.get(cause)
+                ],
+                "prompt_tokens_seen": dict(totals.seen),
             },
         }
 

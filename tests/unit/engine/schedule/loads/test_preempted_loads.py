@@ -4,6 +4,7 @@ take."""
 from collections.abc import Sequence
 
 import pytest
+from harness.engines.account_book import AccountBook
 from harness.fakes.engines import ArithmeticRunner, a_request, an_engine, attach, expected_tokens, small_limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -255,7 +256,7 @@ def test_any_mix_of_preemptions_and_answers_gives_each_its_own_tokens(
     num_blocks: int, requests: list[tuple[int, int]], late: list[bool], fails: list[bool]
 ) -> None:
     engine, runner = an_engine(num_blocks=num_blocks, limits=small_limits(token_budget=24, max_chunk_tokens=8))
-    tiers = DictTiers(engine, runner)
+    tiers, accounts = DictTiers(engine, runner), AccountBook(engine)
     prompts = {str(i): [(7 * i + j) % 90 for j in range(length)] for i, (length, _) in enumerate(requests)}
     for (name, prompt), (_, most) in zip(prompts.items(), requests, strict=True):
         engine.add(a_request(name, prompt, max_tokens=most))
@@ -268,6 +269,7 @@ def test_any_mix_of_preemptions_and_answers_gives_each_its_own_tokens(
         if tiers.lookups and late[turn % len(late) - 1]:
             tiers.answer()  # answers the latest lookup, perhaps a second time
         step(engine, tokens)
+        accounts.check()
     assert engine.is_idle
     for (name, prompt), (_, most) in zip(prompts.items(), requests, strict=True):
         assert tokens[name] == expected_tokens(prompt, min(most, num_blocks * 4 - len(prompt)))

@@ -11,12 +11,14 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import WorkerId
 from kvferry.gateway.decide.cache_map.cache_map import Basis, CacheMap
 from kvferry.gateway.decide.cache_map.feed_events import Digest, SnapshotPart, xor_of
-from kvferry.gateway.decide.cache_map.map_states import MapState
+from kvferry.gateway.decide.cache_map.map_states import MapEvent, MapState
+from kvferry.gateway.decide.cache_map.seen_blocks import SeenBlocks
 from kvferry.gateway.decide.routing.cached_prefix import PromptCaches, PromptNames, block_names
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
 from kvferry.gateway.decide.routing.route_notes import route_notes
 from kvferry.gateway.decide.routing.routes import (
     Candidates,
+    Pick,
     PredictedPrefix,
     Replica,
     RouteReason,
@@ -58,6 +60,27 @@ def test_each_layout_has_its_own_names(cache_map: CacheMap) -> None:
     assert [found(one).tokens for one in (a, b, replica("c"))] == [80, 96, 0]
     assert found(a) == PredictedPrefix(80, 80, True, MapState.EXACT, Basis.EXACT)
     assert caches(cache_map, tenant="u")(a).tokens == 0
+
+
+def test_another_replica_may_have_more(cache_map: CacheMap) -> None:
+    a, b, c = replica("a"), replica("b"), replica("c", layout=b"other")
+    snapshot(cache_map, a, PROMPT, 2)
+    snapshot(cache_map, b, PROMPT, 5)
+    snapshot(cache_map, c, PROMPT, 6)
+    chosen = {one: Pick(one, one.worker_id, 0, 3) for one in (a, b, c, replica("new"))}
+    assert [caches(cache_map).elsewhere(pick) for pick in chosen.values()] == [80, 32, 0, 80]
+    cache_map.lost(b.address, MapEvent.GAP, "a test")
+    assert caches(cache_map).elsewhere(chosen[a]) == 0, "a map that is not exact says nothing"
+
+
+def test_blocks_of_earlier_prompts_are_seen(cache_map: CacheMap) -> None:
+    a, seen = replica("a"), SeenBlocks()
+    pick = Pick(a, a.worker_id, 0, 1)
+    assert caches(cache_map).note_seen(pick, seen) == (0, 96)
+    assert caches(cache_map, PROMPT[:96]).note_seen(pick, seen) == (80, 80)
+    assert caches(cache_map, [*PROMPT[:50], *PROMPT]).note_seen(pick, seen) == (48, 144)
+    assert caches(cache_map, tenant="u").note_seen(pick, seen) == (0, 96)
+    assert caches(cache_map, PROMPT[:9]).note_seen(pick, seen) == (0, 0)
 
 
 def test_the_block_of_the_last_token_is_computed_again(cache_map: CacheMap) -> None:

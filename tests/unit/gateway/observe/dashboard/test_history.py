@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.causes import ComputeCause
 from kvferry.core.inference.chunks import KvReport, Timing, Usage
 from kvferry.gateway.observe.dashboard.history import INTERVAL_SECONDS, MAX_POINTS, WINDOW_SECONDS, History, Totals
 from kvferry.gateway.observe.dashboard.quantiles import Buckets
@@ -132,3 +133,16 @@ def test_the_instruments_of_a_gateway_are_read() -> None:
     series = history.overview(2.0, found)["series"]
     assert 0.02 < series["first_token_p50"][0] <= 0.05
     assert 0.002 < series["token_gap_p95"][0] <= 0.005
+
+
+def test_causes_and_seen_tokens_are_shown_since_the_start() -> None:
+    instruments = GatewayInstruments()
+    instruments.computed_tokens.labels(ComputeCause.EVICTED).inc(64)
+    instruments.prompt_routed(100, num_named=96, num_seen=80, is_exact=False)
+    found = History().overview(0.0, instruments.totals())["totals"]
+    assert found["computed_tokens_by_cause"] == [
+        {"cause": "evicted", "help": "blocks whose pages were reused", "num_tokens": 64}
+    ]
+    assert found["prompt_tokens_seen"] == {"seen": 80, "new": 16, "unnamed": 4}
+    assert instruments.registry.get_sample_value("kvferry_gateway_seen_prompt_tokens_exact") == 0
+    json.dumps(found, allow_nan=False)

@@ -38,22 +38,38 @@ const SOURCES = [["computed", "Computed"], ["cached", "Cached"], ["peer", "Fetch
 
 /** Create the content of the section of sources; width in pixels. */
 export function sources(overview, width) {
-  const tokens = overview.totals.prompt_tokens_by_source;
-  const all = SOURCES.reduce((sum, [key]) => sum + tokens[key], 0);
+  const totals = overview.totals;
+  const tokens = totals.prompt_tokens_by_source;
+  const causes = totals.computed_tokens_by_cause;
+  const moved = count(totals.handoff_tokens);
+  const seen = totals.prompt_tokens_seen;
+  const routed = Object.values(seen).reduce((sum, number) => sum + number, 0);
+  const ceiling = routed ? `${percent((seen.seen ?? 0) / routed)} of the tokens of prompts were in blocks of earlier prompts. ` : "";
+  return [
+    bars(SOURCES.map(([key, name]) => [name, tokens[key]]), width),
+    html("p", { class: "note" }, `Since the gateway's start, on the worker of the first token. ${ceiling}` +
+      `Decode workers then fetched ${moved} tokens in hand-offs.`),
+    html("h3", {}, "Computed tokens by cause"),
+    causes.length ? bars(causes.map((one) => [one.cause, one.num_tokens, one.help]), width) : empty("No tokens were computed."),
+  ];
+}
+
+/** Create a bar for each name and number, as shares of their sum; a third entry is the text under the pointer. */
+function bars(rows, width) {
+  const all = rows.reduce((sum, [, number]) => sum + number, 0);
   const start = 132;
   const room = Math.max(40, width - start - 112);
-  const picture = svg("svg", { viewBox: `0 0 ${width} 112`, height: 112, role: "img",
-    "aria-label": SOURCES.map(([key, name]) => `${name} ${count(tokens[key])}`).join(", ") });
-  SOURCES.forEach(([key, name], number) => {
-    const share = all ? tokens[key] / all : 0;
-    const y = 8 + number * 26;
+  const height = 8 + rows.length * 26;
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img",
+    "aria-label": rows.map(([name, number]) => `${name} ${count(number)}`).join(", ") });
+  rows.forEach(([name, number, help], index) => {
+    const share = all ? number / all : 0;
+    const y = 8 + index * 26;
     picture.append(
-      svg("text", { x: 0, y: y + 12 }, name),
+      svg("text", { x: 0, y: y + 12 }, name, help ? svg("title", {}, help) : null),
       svg("rect", { class: "track", x: start, y, width: room, height: 16, rx: 2 }),
       svg("rect", { class: "bar", x: start, y, width: room * share, height: 16, rx: 2 }),
-      svg("text", { x: width, y: y + 12, "text-anchor": "end" }, `${count(tokens[key])} (${percent(share)})`));
+      svg("text", { x: width, y: y + 12, "text-anchor": "end" }, `${count(number)} (${percent(share)})`));
   });
-  const moved = count(overview.totals.handoff_tokens);
-  return [picture, html("p", { class: "note" },
-    `Since the gateway's start, on the worker of the first token. Decode workers then fetched ${moved} tokens in hand-offs.`)];
+  return picture;
 }

@@ -26,6 +26,7 @@ function facts(id, tenant, sample) {
   const rows = [
     ["Request", id], ["Tenant", tenant || "(default)"], ["Error", sample.error],
     ["Tokens", `${count(sample.prompt_tokens)} prompt (${count(sample.cached_tokens)} cached), ${count(sample.output_tokens)} generated`],
+    ["Computed", sample.computed.map((one) => `${count(one.num_tokens)} ${one.cause}`).join(", ")],
     ["Workers", workers], ["Hand-off", timing.handoff_outcome ? timing.handoff_outcome + moved : ""],
     ["Resumed", timing.resumed ? plural(timing.resumed, "time") : ""],
   ];
