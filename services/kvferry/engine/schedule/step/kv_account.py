@@ -8,11 +8,15 @@ The positions are counted in order: those below `num_counted` have a source. Onc
 loaded or computed a second time; only computing them again is counted.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kvferry.core.causes import ComputeCause, ComputedTokens
 from kvferry.core.errors import InvariantBroken
+
+_log = logging.getLogger(__name__)
 
 Spans = Sequence[tuple[int, ComputeCause]]
 """Causes of a range of positions, in order: the position after each part, and its cause."""
@@ -22,6 +26,9 @@ Spans = Sequence[tuple[int, ComputeCause]]
 class KvAccount:
     """Sources of the tokens of one sequence's prompt on this worker. Changed only through its methods."""
 
+    is_strict: ClassVar[bool] = False
+    """Whether a position without a cause is an error, as in tests; it is logged otherwise, since no request should fail
+    for a statistic."""
     num_prompt: int = 0
     """Number of the prompt's tokens, whose computation has causes."""
     num_given: int = 0
@@ -89,7 +96,7 @@ class KvAccount:
             count: number of positions.
 
         Raises:
-            InvariantBroken: a position has no cause.
+            InvariantBroken: a position has no cause, and `is_strict` is set.
         """
         parts: list[tuple[ComputeCause, int]] = []
         end = min(start + count, self.num_prompt)
@@ -101,7 +108,8 @@ class KvAccount:
             while self._spans and self._spans[-1][0] <= start:
                 self._spans.pop()
             if not self._spans:
-                raise InvariantBroken(f"position {start} of a prompt of {self.num_prompt} tokens has no cause")
+                self._no_cause(start)
+                self._spans.append((self.num_prompt, ComputeCause.FIRST_SEEN))
             stop, cause = self._spans[-1]
             parts.append((cause, min(stop, end) - start))
             start = min(stop, end)
@@ -118,6 +126,12 @@ class KvAccount:
             ComputedTokens(cause, num_tokens, seconds if cause is ComputeCause.EVICTED else 0.0)
             for cause, num_tokens in found.items()
         )
+
+    def _no_cause(self, position: int) -> None:
+        text = f"position {position} of a prompt of {self.num_prompt} tokens has no cause of its computation"
+        if self.is_strict:
+            raise InvariantBroken(text)
+        _log.error("%s; it is counted as %s", text, ComputeCause.FIRST_SEEN)
 
     def _of_prompt(self, before: int) -> int:
         return min(self.num_counted, self.num_prompt) - min(before, self.num_prompt)
