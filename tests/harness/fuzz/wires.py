@@ -13,7 +13,7 @@ from harness.fuzz.target import Run, Target
 from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import BlockHash, Incarnation, WorkerId
-from kvferry.kv.connectors import nixl, shm, tcp, tcp_wire
+from kvferry.kv.connectors import nixl, shm, tcp, tcp_framing, tcp_wire
 from kvferry.kv.interface.connector import Peer, ReadError, Transport, TransportSetup
 from kvferry.kv.interface.ticket import Keyring, Ticket, check_ticket, digest_tokens
 from kvferry.kv.pages.layout import KvLayout
@@ -190,7 +190,7 @@ def _addresses() -> Iterator[Run]:
 def _frame_seeds() -> list[bytes]:
     request = tcp_wire._REQUEST.pack(tcp_wire.Op.PAGES, 2) + bytes(8)
     reply = tcp_wire._REPLY.pack(tcp_wire.Status.OK, 64) + bytes(64)
-    return [b"\x00" + bytes(64), b"\x01" + request + request, b"\x02" + tcp_wire._MAGIC + bytes(120), b"\x03" + reply]
+    return [b"\x00" + bytes(64), b"\x01" + request + request, b"\x02" + tcp_framing.PLAIN.magic + bytes(120), b"\x03" + reply]
 
 
 @contextmanager
