@@ -136,8 +136,10 @@ def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, ro
     held = 2 * num_blocks if scattered else num_blocks
     remote = list(range(0, held, 2 if scattered else 1))
     size = num_blocks * block_bytes
-    with _bound(name, remote, held, block_bytes, clock) as bound, pages_of_another_process(name, held, block_bytes) as pair:
-        transport, peer = pair
+    with (
+        _bound(name, remote, held, block_bytes, clock) as bound,
+        pages_of_another_process(name, held, block_bytes) as (transport, peer),
+    ):
         actions: dict[str, Callable[[], None]] = {
             "bound": bound,
             name: lambda: read_pages(transport, peer, remote, clock),

@@ -1,6 +1,6 @@
 """Encrypted connections of connector `tcp`: records of AES-256-GCM, with keys of each connection and direction.
 
-    record    length u32 of the content   44 zero B   content, encrypted   tag 16 B        1 to 65,536 B of content
+    record    length u32 of the content   44 zero B   content, encrypted   tag 16 B       1 to 131,072 B of content
 
 Both sides send a new X25519 key with their nonces, which the MACs of the handshake cover. The two keys of a connection
 are derived from the pool's key, the result of the exchange and both nonces, so the pool's secret does not decrypt
@@ -29,13 +29,14 @@ _HEAD = struct.Struct("<I44x")
 _TAG_BYTES = 16
 OVERHEAD = _HEAD.size + _TAG_BYTES
 """Bytes of a record besides its content."""
-RECORD_BYTES = 64 << 10
-"""Maximum content of a record: the time to encrypt it exceeds that of the call by far, it stays in the core's cache,
-and at 1 Mbit/s it arrives well before a read counts as stalled."""
+RECORD_BYTES = 128 << 10
+"""Maximum content of a record. The cipher releases the interpreter's lock for each record, and may have to wait until
+other threads release it again, so records are large; but a record arrives within a second at 1 Mbit/s, before a read
+counts as stalled."""
 _WINDOW_BYTES = 4 * (RECORD_BYTES + OVERHEAD)
 """Bytes of records that are sent or received at once."""
 _NONCE = struct.Struct("<Q4x")
-_MAX_RECORDS = 1 << 22
+_MAX_RECORDS = 1 << 21
 """Maximum number of records of a key, 256 GiB: with 2**34 AES blocks, an attacker's advantage over a random permutation
 is about 2**-60, the margin that TLS 1.3 keeps."""
 
