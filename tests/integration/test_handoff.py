@@ -11,7 +11,7 @@ import httpx
 import pytest
 from harness.idle import assert_workers_idle
 from harness.kernels.head_files import write_eagle, write_medusa
-from harness.servers.processes import RunningProcess, a_worker
+from harness.servers.processes import RunningProcess, a_worker, connector_flags
 from harness.servers.worker_channel import TEST_KEYS, worker_channel
 from harness.servers.worker_pair import CALL_SECONDS, GREEDY, Pair
 
@@ -52,7 +52,7 @@ def a_pair(connector: str, speculation: str = "off") -> Iterator[tuple[Pair, lis
             finally:
                 pair.close()
         return
-    flags = ("--connector", connector, "--speculation", speculation, "--metrics", "127.0.0.1:0")
+    flags = (*connector_flags(connector), "--speculation", speculation, "--metrics", "127.0.0.1:0")
     with a_worker("prefill", *flags) as p, a_worker("decode", *flags) as d:
         addresses = [w.events["listening"] for w in (p, d)]
         pair = Pair(str(addresses[0]["grpc"]), str(addresses[1]["grpc"]), [str(h["admin"]) for h in addresses])
@@ -67,6 +67,7 @@ SPECULATION = {
     "shm": "draft=tiny?k=4&fixed=1",
     "nixl": "suffix?k=8",
     "tcp": "ngram?k=4&min=1",
+    "tcp-encrypted": "off",
 }
 """Speculation of the workers by connector. Drafts change no token."""
 
@@ -257,7 +258,7 @@ def test_a_prefill_whose_caller_leaves_releases_all_resources(pair: Pair) -> Non
     assert_workers_idle(pair.admin)
 
 
-@pytest.mark.parametrize("connector", ["shm", "nixl", "tcp"])
+@pytest.mark.parametrize("connector", ["shm", "nixl", "tcp", "tcp-encrypted"])
 def test_a_prefill_worker_killed_before_the_read_costs_only_time(connector: str, one_engine: LLM) -> None:
     prompt = [(11 * i) % 200 for i in range(40)]
     with a_pair(connector) as (pair, (killed, _)):

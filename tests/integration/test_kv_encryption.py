@@ -8,7 +8,7 @@ import psutil
 import pytest
 from harness.idle import assert_workers_idle
 from harness.servers.processes import RunningProcess, a_worker, running
-from harness.servers.tcp_relay import TcpRelay, tcp_relay
+from harness.servers.tcp_relay import Edit, TcpRelay, as_they_are, cut, flip, tcp_relay
 from harness.servers.worker_pair import GREEDY, Pair
 from harness.waiting import until
 
@@ -22,6 +22,9 @@ PROMPTS = [[1 + (7 * i + j) % 200 for j in range(60 + i)] for i in range(4)]
 TCP = ("--connector", "tcp")
 ENCRYPTED = (*TCP, "--kv-encryption", "true")
 PIECE = 32
+FIRST_PAGE = 192 + 256 + 128
+"""Offset of the first page in the encrypted bytes of an owner: behind the handshake, the epochs with which a reader
+tests the connection, and the head of the reply."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ def port_of(address: object) -> int:
 
 
 @contextmanager
-def a_relayed_pair(*flags: str) -> Iterator[tuple[Pair, TcpRelay]]:
+def a_relayed_pair(*flags: str, to_client: Edit = as_they_are) -> Iterator[tuple[Pair, TcpRelay]]:
     """Yield a pair whose decode worker reaches the prefill worker over relays, and that of the page server's port.
 
     The prefill worker listens on 127.0.0.1 and is advertised as 127.0.0.2, where the relays are.
@@ -53,8 +56,8 @@ def a_relayed_pair(*flags: str) -> Iterator[tuple[Pair, TcpRelay]]:
         grpc_port, admin_port = port_of(listening["grpc"]), port_of(listening["admin"])
         (page_port,) = ports(prefill) - {grpc_port, admin_port}
         relays = [
-            stack.enter_context(tcp_relay(("127.0.0.1", port), host="127.0.0.2", port=port))
-            for port in (grpc_port, page_port)
+            stack.enter_context(tcp_relay(("127.0.0.1", port), host="127.0.0.2", port=port, to_client=edit))
+            for port, edit in ((grpc_port, as_they_are), (page_port, to_client))
         ]
         admin = [f"127.0.0.1:{admin_port}", str(near["admin"])]
         pair = Pair(f"127.0.0.1:{grpc_port}", str(near["grpc"]), admin)
@@ -87,6 +90,23 @@ def test_a_recording_of_a_hand_off_has_its_kv_exactly_without_encryption(one_eng
     assert sum(piece in again for piece in pieces) > 0.9 * len(pieces), "without encryption the KV is visible"
     encrypted = recording(one_engine, *ENCRYPTED)
     assert not [piece for piece in pieces if piece in encrypted]
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"), [(flip(FIRST_PAGE + 1000), "altered"), (cut(FIRST_PAGE + 1000), "closed the connection")]
+)
+def test_kv_that_was_changed_on_its_way_is_computed(one_engine: LLM, edit: Edit, says: str) -> None:
+    with a_relayed_pair(*ENCRYPTED, to_client=edit) as (pair, _):
+        tokens, handoff = pair.generate(PROMPT, GREEDY)
+        assert tokens == list(one_engine.generate([PROMPT], GREEDY)[0].token_ids)
+        assert handoff.outcome == decode_pb2.Handoff.OUTCOME_FAILED
+        assert says in handoff.reason
+
+
+def test_kv_that_was_changed_on_its_way_is_used_without_encryption() -> None:
+    """The same change, so that the test above can fail; what the tokens are then is not defined."""
+    with a_relayed_pair(*TCP, to_client=flip(FIRST_PAGE + 1000)) as (pair, _):
+        assert pair.generate(PROMPT, GREEDY)[1].outcome == decode_pb2.Handoff.OUTCOME_FETCHED
 
 
 @pytest.mark.parametrize(

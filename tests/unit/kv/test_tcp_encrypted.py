@@ -295,6 +295,16 @@ def test_a_connection_is_replaced_before_its_key_is_used_up(monkeypatch: pytest.
         assert len(relay.to_client) == 2, "two replies of two records are half of what a key may encrypt"
 
 
+def test_a_connection_cut_while_idle_is_opened_again() -> None:
+    with a_transport(ENCRYPTED) as (owner, peer), a_transport(ENCRYPTED) as (reader, _):
+        reader.connect(peer, owner.address())
+        assert owner._server is not None
+        with owner._server._lock:
+            for link in owner._server._links:
+                link.shutdown(socket.SHUT_RDWR)
+        assert reader.read_epochs(peer, [1], 10.0) == [11]
+
+
 def test_a_large_read_over_two_connections_lands_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.kv.connectors.tcp._PART_BYTES", 1 << 20)
     blocks, size = 32, 96 << 10  # records cross the borders of pages
