@@ -21,7 +21,7 @@ from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors import tcp_wire as wire
 from kvferry.kv.connectors.checks import allocated, check_address, check_page_ids
 from kvferry.kv.connectors.page_files import OwnMemory
-from kvferry.kv.connectors.tcp_framing import PLAIN, Framing, Link
+from kvferry.kv.connectors.tcp_framing import PLAIN, ByteLink, Framing
 from kvferry.kv.connectors.tcp_read import ParallelRead, TcpRead, split_buffers
 from kvferry.kv.connectors.tcp_seal import Sealed, is_spent
 from kvferry.kv.connectors.tcp_server import PageServer, runs
@@ -69,11 +69,11 @@ class _Owner:
         self.where = where
         self._key = key
         self._framing = framing
-        self._idle: list[Link] = []
+        self._idle: list[ByteLink] = []
         self._lock = threading.Lock()  # guards _idle and _forgotten
         self._forgotten = False
 
-    def take(self, timeout: float) -> Link:
+    def take(self, timeout: float) -> ByteLink:
         """Take a connection for one exchange. The caller must return it with `give_back` or close it.
 
         Raises:
@@ -92,7 +92,7 @@ class _Owner:
             raise
         return opened
 
-    def give_back(self, link: Link) -> None:
+    def give_back(self, link: ByteLink) -> None:
         """Return a connection after a complete exchange."""
         with self._lock:
             keep = not self._forgotten and len(self._idle) < _MAX_IDLE_LINKS and not is_spent(link)

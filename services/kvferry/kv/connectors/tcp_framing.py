@@ -14,7 +14,7 @@ class SealError(OSError):
     further."""
 
 
-class Link(Protocol):
+class ByteLink(Protocol):
     """The part of `socket.socket` that is used after the handshake, for bytes before encryption."""
 
     def send(self, data: bytes, flags: int, /) -> int: ...
@@ -35,7 +35,7 @@ class Greeting(Protocol):
         """Bytes that this side sends with its nonce."""
         ...
 
-    def link(self, raw: socket.socket, key: bytes, owners: bytes, readers: bytes, *, is_owner: bool) -> Link:
+    def link(self, raw: socket.socket, key: bytes, owners: bytes, readers: bytes, *, is_owner: bool) -> ByteLink:
         """Return the connection after the handshake.
 
         Args:
@@ -77,7 +77,7 @@ class Plain:
     def greet(self) -> "Plain":
         return self
 
-    def link(self, raw: socket.socket, key: bytes, owners: bytes, readers: bytes, *, is_owner: bool) -> Link:
+    def link(self, raw: socket.socket, key: bytes, owners: bytes, readers: bytes, *, is_owner: bool) -> ByteLink:
         return raw
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvferry.core.clock import Clock
 from kvferry.kv.connectors import tcp_wire as wire
-from kvferry.kv.connectors.tcp_framing import Link, SealError
+from kvferry.kv.connectors.tcp_framing import ByteLink, SealError
 from kvferry.kv.interface.connector import ReadError
 
 _WAIT_SECONDS = 0.1
@@ -20,7 +20,7 @@ _WAIT_SECONDS = 0.1
 class Links(Protocol):
     """Connections to one peer."""
 
-    def take(self, timeout: float) -> Link:
+    def take(self, timeout: float) -> ByteLink:
         """Return a connection for one exchange.
 
         Raises:
@@ -28,7 +28,7 @@ class Links(Protocol):
         """
         ...
 
-    def give_back(self, link: Link) -> None:
+    def give_back(self, link: ByteLink) -> None:
         """Return a connection after a complete exchange."""
         ...
 
@@ -70,7 +70,7 @@ class TcpRead:
         now = clock.monotonic()
         self._total_seconds = total_seconds
         self._deadline, self._last_arrival = now + total_seconds, now
-        self._link: Link | None = None
+        self._link: ByteLink | None = None
         self._failure: str | None = None
         self._may_retry = True
         try:

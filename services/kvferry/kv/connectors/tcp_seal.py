@@ -21,7 +21,7 @@ from typing import Any
 from blake3 import blake3
 
 from kvferry.core.errors import UsageError
-from kvferry.kv.connectors.tcp_framing import SEALED_MAGIC, Link, SealError
+from kvferry.kv.connectors.tcp_framing import SEALED_MAGIC, ByteLink, SealError
 
 _KEYS_CONTEXT = "kvferry 2026-11 tcp connector, keys of an encrypted connection"
 _KEY_BYTES = 32
@@ -87,7 +87,7 @@ class _Exchange:
         self._private = X25519PrivateKey.generate()
         self.share: bytes = self._private.public_key().public_bytes_raw()
 
-    def link(self, raw: socket.socket, key: bytes, owners: bytes, readers: bytes, *, is_owner: bool) -> Link:
+    def link(self, raw: socket.socket, key: bytes, owners: bytes, readers: bytes, *, is_owner: bool) -> ByteLink:
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
         theirs = (readers if is_owner else owners)[-len(self.share) :]
@@ -123,7 +123,7 @@ class _Direction:
 
 
 class SealedLink:
-    """An encrypted connection with the methods of `Link`. Used by one thread at a time."""
+    """An encrypted connection with the methods of `ByteLink`. Used by one thread at a time."""
 
     def __init__(self, raw: socket.socket, sending: bytes, receiving: bytes) -> None:
         """
@@ -312,6 +312,6 @@ class SealedLink:
         self._start += OVERHEAD + length
 
 
-def is_spent(link: Link) -> bool:
+def is_spent(link: ByteLink) -> bool:
     """Return whether the keys of a connection should not be used for a further exchange."""
     return isinstance(link, SealedLink) and link.is_spent

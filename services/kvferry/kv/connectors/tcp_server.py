@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kvferry.core.clock import Clock
 from kvferry.core.epochs import EpochTable
 from kvferry.kv.connectors import tcp_wire as wire
-from kvferry.kv.connectors.tcp_framing import PLAIN, Framing, Link
+from kvferry.kv.connectors.tcp_framing import PLAIN, ByteLink, Framing
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class PageServer:
                 self._links.discard(link)
             link.close()
 
-    def _answer(self, link: Link, op: wire.Op, ids: Sequence[int]) -> None:
+    def _answer(self, link: ByteLink, op: wire.Op, ids: Sequence[int]) -> None:
         if max(ids) >= len(self._epochs):
             wire.send_refusal(link)
         elif op is wire.Op.EPOCHS:

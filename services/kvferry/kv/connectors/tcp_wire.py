@@ -32,7 +32,7 @@ from blake3 import blake3
 
 from kvferry.core.clock import Clock
 from kvferry.core.ids import Incarnation
-from kvferry.kv.connectors.tcp_framing import PLAIN, SEALED_MAGIC, Framing, Link
+from kvferry.kv.connectors.tcp_framing import PLAIN, SEALED_MAGIC, ByteLink, Framing
 
 _NONCE = 32
 _MAC = 32
@@ -91,7 +91,7 @@ def connection_key(secret: bytes, owner: Incarnation, framing: Framing = PLAIN) 
 
 def greet_as_owner(
     link: socket.socket, keys: Sequence[bytes], clock: Clock, seconds: float, framing: Framing = PLAIN
-) -> Link:
+) -> ByteLink:
     """Run the owner's side of the handshake; return the connection for requests.
 
     Args:
@@ -122,7 +122,7 @@ def greet_as_owner(
     raise WireError("the reader does not have this pool's key")
 
 
-def greet_as_reader(link: socket.socket, key: bytes, framing: Framing = PLAIN) -> Link:
+def greet_as_reader(link: socket.socket, key: bytes, framing: Framing = PLAIN) -> ByteLink:
     """Run the reader's side of the handshake; return the connection for requests.
 
     Args:
@@ -162,14 +162,14 @@ def block_in_kernel(link: socket.socket, patience: float) -> None:
     limit_receives(link, patience)
 
 
-def limit_receives(link: Link, patience: float) -> None:
+def limit_receives(link: ByteLink, patience: float) -> None:
     """Make each receive of a connection without a socket time-out of Python wait for at most `patience` seconds,
     rounded up to the kernel's timer tick (1 to 10 ms).
     """
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _interval(patience))
 
 
-def send_request(link: Link, op: Op, ids: Sequence[int], seconds: float) -> None:
+def send_request(link: ByteLink, op: Op, ids: Sequence[int], seconds: float) -> None:
     """Send a request for pages or epochs.
 
     Args:
@@ -195,7 +195,7 @@ def send_request(link: Link, op: Op, ids: Sequence[int], seconds: float) -> None
 class Requests:
     """Requests that arrive on a connection, each usually received in one call."""
 
-    def __init__(self, link: Link, max_ids: int) -> None:
+    def __init__(self, link: ByteLink, max_ids: int) -> None:
         """
         Args:
             link: an authenticated connection.
@@ -236,12 +236,12 @@ class Requests:
         return op, struct.unpack_from(f"<{count}I", held, _REQUEST.size)
 
 
-def send_refusal(link: Link) -> None:
+def send_refusal(link: ByteLink) -> None:
     """Send a reply that rejects a request with page ids out of range."""
     link.sendall(_REPLY.pack(Status.REFUSED, 0))
 
 
-def send_epochs(link: Link, epochs: Sequence[int]) -> None:
+def send_epochs(link: ByteLink, epochs: Sequence[int]) -> None:
     """Send a reply with epochs as content."""
     send_reply(link, [memoryview(_padded(struct.pack(f"<{len(epochs)}Q", *epochs)))])
 
@@ -256,7 +256,7 @@ def epochs_of(content: memoryview, count: int) -> list[int]:
     return list(struct.unpack_from(f"<{count}Q", content))
 
 
-def send_reply(link: Link, content: Sequence[memoryview]) -> None:
+def send_reply(link: ByteLink, content: Sequence[memoryview]) -> None:
     """Send a reply with the buffers as content, without copying them.
 
     Args:
@@ -279,7 +279,7 @@ class IncomingReply:
         self.num_received = 0
         """Bytes received so far."""
 
-    def receive_some(self, link: Link, flags: int = 0) -> bool:
+    def receive_some(self, link: ByteLink, flags: int = 0) -> bool:
         """Receive once, at most 8 MiB; return whether the reply is complete.
 
         Head and content are received together, since a call for the head alone would cost as much as a twentieth of a
@@ -313,7 +313,7 @@ class IncomingReply:
             raise WireError(f"the peer's reply has {length} bytes, not {self._size}")
 
 
-def receive(link: Link, size: int) -> bytes:
+def receive(link: ByteLink, size: int) -> bytes:
     """Receive exactly `size` bytes.
 
     Raises:
