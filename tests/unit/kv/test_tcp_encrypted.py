@@ -117,9 +117,10 @@ OWNERS = {
 def test_a_changed_bit_of_the_owner_is_a_failed_read(part: str) -> None:
     at, says = OWNERS[part]
     bit = 1 if part == "length of the pages" else 0  # a shorter record, for which no more bytes are awaited
-    with a_pair(to_client=flip(at, bit)) as (reader, peer, address, _):
+    with a_pair(to_client=flip(at, bit)) as (reader, peer, address, relay):
         with pytest.raises(ReadError, match=says):
             connect_and_read(reader, peer, address)
+        assert len(relay.to_client) == 1, "the read was not repeated, which would conceal the cause"
         assert set(pages_of(reader)) <= {0, ord(".")}, "no byte of a page was delivered"
 
 
