@@ -1,7 +1,8 @@
-"""Hand-off time and inter-token time with and without TLS between the processes of a stack, in turn.
+"""Hand-off time and inter-token time with and without encryption between the processes of a stack, in turn.
 
     make bench-tls                          two stacks, 120 rounds; a row appended to tests/bench/results/tls.csv
     make bench-tls ARGS="--rounds 5"
+    make bench-tls ARGS="--of kv-encryption --connector tcp --length 1000"    to kv_encryption.csv: KV on the network
 
 Both stacks run at once, of a prefill and a decode worker each; a round sends the same prompt to one, then to the other,
 and the next round begins with the other one. The other stack is idle meanwhile. The row has medians over the rounds,
@@ -36,7 +37,8 @@ from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig
 
-RESULTS = Path(__file__).parent / "results" / "tls.csv"
+RESULTS = Path(__file__).parent / "results"
+POOL_TLS, KV_ENCRYPTION = "pool-tls", "kv-encryption"
 CALL_SECONDS = 300.0
 CLOCK = SystemClock()
 MEASURES = ("call_ms", "handoff_ms", "first_token_ms", "inter_token_ms", "processor_ms")
@@ -122,12 +124,13 @@ def interval(ratios: Sequence[float], seed: int = 1) -> tuple[float, float]:
     return medians[50], medians[1949]
 
 
-async def main(rounds: int, length: int, tokens: int, connector: str) -> None:
+async def main(of: str, rounds: int, length: int, tokens: int, connector: str) -> None:
     """Measure and print."""
     samples: dict[bool, list[Sample]] = {False: [], True: []}
     async with AsyncExitStack() as ending:
         clients = {}
         for tls in (False, True):
+            encryption = ("--kv-encryption", "true") if tls and of == KV_ENCRYPTION else ()
             config = StackConfig(
                 model="smollm2-135m-instruct",
                 connector=connector,
@@ -135,9 +138,9 @@ async def main(rounds: int, length: int, tokens: int, connector: str) -> None:
                 grpc="127.0.0.1:0",
                 cores=os.cpu_count() or 1,
                 threads=1,
-                worker_flags=("--kv-memory", "128MiB", "--load-policy", "always"),
+                worker_flags=("--kv-memory", "128MiB", "--load-policy", "always", *encryption),
                 gateway_flags=("--kv-prefetch-tokens", "0"),
-                pool_tls=tls,
+                pool_tls=tls and of == POOL_TLS,
             )
             stack = LocalStack(config, clock=CLOCK)
             ending.push_async_callback(stack.stop, 30.0)
@@ -167,14 +170,15 @@ async def main(rounds: int, length: int, tokens: int, connector: str) -> None:
             f"{name:<16} off {statistics.median(plain):8.3f}  on {statistics.median(secured):8.3f}  "
             f"ratio {ratio:.3f} ({low:.3f} to {high:.3f})"
         )
-    append_csv(RESULTS, [row])
+    append_csv(RESULTS / ("tls.csv" if of == POOL_TLS else "kv_encryption.csv"), [row])
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--of", default=POOL_TLS, choices=(POOL_TLS, KV_ENCRYPTION))
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--connector", default="shm")
     given = parser.parse_args()
-    asyncio.run(main(given.rounds, given.length, given.tokens, given.connector))
+    asyncio.run(main(given.of, given.rounds, given.length, given.tokens, given.connector))

@@ -244,6 +244,8 @@ def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) ->
         (("worker", "--role", "both", "--model", "tiny", "--kv-memory", "64KiB"), "a server needs 1,024"),
         (("worker", "--role", "prefill"), "ticket key"),
         (("worker", "--role", "decode", "--connector", "memory"), "within one process"),
+        (("worker", "--connector", "nixl", "--kv-encryption"), "'nixl' does not encrypt KV; use connector 'tcp'"),
+        (("up", "--model", "tiny", "--connector", "nixl", "--kv-encryption"), "'nixl' does not encrypt KV"),
         (("worker", "--model", "README.md"), "is not a known name"),
         (("gateway", "--both", "nowhere"), "host:port"),
         (("model", "inspect", "no-such-model"), "is not a known name"),

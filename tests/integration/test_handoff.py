@@ -11,8 +11,9 @@ import httpx
 import pytest
 from harness.idle import assert_workers_idle
 from harness.kernels.head_files import write_eagle, write_medusa
-from harness.servers.processes import RunningProcess, a_worker
+from harness.servers.processes import RunningProcess, a_worker, connector_flags
 from harness.servers.worker_channel import TEST_KEYS, worker_channel
+from harness.servers.worker_pair import CALL_SECONDS, GREEDY, Pair
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.engine import LLM, SamplingParams
@@ -20,76 +21,18 @@ from kvferry.kv.interface.ticket import Keyring
 from kvferry.model import tiny
 from kvferry.rpc.wire import sampling_to_wire, scores_from_wire
 from kvferry.v1 import (
-    common_pb2,
     decode_pb2,
-    decode_pb2_grpc,
     kv_events_pb2,
     kv_events_pb2_grpc,
     prefill_pb2,
-    prefill_pb2_grpc,
 )
 
-CALL_SECONDS = 60.0
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def one_engine() -> LLM:
     return LLM("tiny", dtype="float32", kv_memory=16 << 20)
-
-
-class Pair:
-    """A prefill and a decode worker, called as a gateway calls them."""
-
-    def __init__(self, prefill: str, decode: str, admin: list[str]) -> None:
-        self.admin = admin
-        self.decode_address = decode
-        self._channels = (worker_channel(prefill), worker_channel(decode))
-        self.prefill = prefill_pb2_grpc.PrefillStub(self._channels[0])
-        self.decode = decode_pb2_grpc.DecodeStub(self._channels[1])
-
-    def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
-
-    def run_prefill(self, prompt: list[int], sampling: SamplingParams, **more: object) -> prefill_pb2.PrefillResponse:
-        request = prefill_pb2.PrefillRequest(
-            request_id="r",
-            token_ids=prompt,
-            sampling=sampling_to_wire(sampling),
-            offer=True,
-            **more,  # type: ignore[arg-type]
-        )
-        return self.prefill.Run(request, timeout=CALL_SECONDS)
-
-    def run_decode(
-        self, prompt: list[int], first: int, ticket: bytes, sampling: SamplingParams, **more: object
-    ) -> tuple[list[int], decode_pb2.Handoff, int]:
-        request = decode_pb2.DecodeRequest(
-            request_id="r",
-            token_ids=[*prompt, first],
-            num_generated=1,
-            sampling=sampling_to_wire(sampling),
-            ticket=ticket,
-            attempt=1,
-            **more,  # type: ignore[arg-type]
-        )
-        tokens: list[int] = []
-        handoff, reason = decode_pb2.Handoff(), 0
-        for message in self.decode.Run(request, timeout=CALL_SECONDS):
-            if message.HasField("handoff"):
-                handoff = message.handoff
-            tokens += [t.id for t in message.tokens]
-            reason = message.finish_reason
-        return tokens, handoff, reason
-
-    def generate(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], decode_pb2.Handoff]:
-        answer = self.run_prefill(prompt, sampling)
-        tokens, handoff, reason = self.run_decode(prompt, answer.first_token.id, answer.ticket, sampling)
-        ends_by_itself = sampling.constraint is not None
-        assert reason == (common_pb2.FINISH_REASON_STOP if ends_by_itself else common_pb2.FINISH_REASON_LENGTH)
-        return [answer.first_token.id, *tokens], handoff
 
 
 def drafts_of(page: str) -> float:
@@ -109,7 +52,7 @@ def a_pair(connector: str, speculation: str = "off") -> Iterator[tuple[Pair, lis
             finally:
                 pair.close()
         return
-    flags = ("--connector", connector, "--speculation", speculation, "--metrics", "127.0.0.1:0")
+    flags = (*connector_flags(connector), "--speculation", speculation, "--metrics", "127.0.0.1:0")
     with a_worker("prefill", *flags) as p, a_worker("decode", *flags) as d:
         addresses = [w.events["listening"] for w in (p, d)]
         pair = Pair(str(addresses[0]["grpc"]), str(addresses[1]["grpc"]), [str(h["admin"]) for h in addresses])
@@ -124,6 +67,7 @@ SPECULATION = {
     "shm": "draft=tiny?k=4&fixed=1",
     "nixl": "suffix?k=8",
     "tcp": "ngram?k=4&min=1",
+    "tcp-encrypted": "off",
 }
 """Speculation of the workers by connector. Drafts change no token."""
 
@@ -314,7 +258,7 @@ def test_a_prefill_whose_caller_leaves_releases_all_resources(pair: Pair) -> Non
     assert_workers_idle(pair.admin)
 
 
-@pytest.mark.parametrize("connector", ["shm", "nixl", "tcp"])
+@pytest.mark.parametrize("connector", ["shm", "nixl", "tcp", "tcp-encrypted"])
 def test_a_prefill_worker_killed_before_the_read_costs_only_time(connector: str, one_engine: LLM) -> None:
     prompt = [(11 * i) % 200 for i in range(40)]
     with a_pair(connector) as (pair, (killed, _)):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from harness.idle import assert_workers_idle
-from harness.servers.processes import RunningProcess, running
+from harness.servers.processes import RunningProcess, connector_flags, running
 from harness.servers.worker_channel import worker_channel
 
 from kvferry.client import Client
@@ -20,9 +20,9 @@ ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
 SIZES = ("--kv-memory", "4MiB", "--max-chunk-tokens", "256", "--token-budget", "256")
 
 
-@pytest.fixture(params=["shm", "nixl", "tcp", "memory"])
+@pytest.fixture(params=["shm", "nixl", "tcp", "tcp-encrypted", "memory"])
 def stack(request: pytest.FixtureRequest) -> Iterator[RunningProcess]:
-    with running("up", *FLAGS, *ADDRESSES, *SIZES, "--connector", request.param) as process:
+    with running("up", *FLAGS, *ADDRESSES, *SIZES, *connector_flags(request.param)) as process:
         process.wait_for("ready")
         yield process
         admin = process.events["ready"]["workers"]

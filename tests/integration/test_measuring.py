@@ -18,7 +18,7 @@ def output_of(*arguments: str, status: int = 0) -> str:
 
 
 def test_transfers_are_measured_against_their_bounds(tmp_path: Path) -> None:
-    names = ("memory", "shm", "tcp", "nixl")
+    names = ("memory", "shm", "tcp", "tcp-encrypted", "nixl")
     flags = [flag for name in names for flag in ("--transport", name)]
     report = tmp_path / "rows.json"
     sizes = ("--blocks", "1", "--blocks", "4", "--block-size", "64KiB", "--rounds", "3")
@@ -31,6 +31,7 @@ def test_transfers_are_measured_against_their_bounds(tmp_path: Path) -> None:
     assert all(f"GB/s of {run['bound']}" in row for row, run in zip(rows, found["runs"], strict=True))
     bounds = {row["transport"]: row["bound"] for row in found["runs"]}
     assert (bounds["shm"], bounds["tcp"], bounds["nixl"]) == ("a copy in memory", "a TCP stream", "bare NIXL")
+    assert bounds["tcp-encrypted"] == "plain tcp"
     assert len(found["runs"]) == 3 * len(names), "runs of one block, four blocks, and four scattered blocks"
     for row in found["runs"]:
         assert row["gbps"] > 0

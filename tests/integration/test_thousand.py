@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from harness.idle import assert_workers_idle
-from harness.servers.processes import running
+from harness.servers.processes import connector_flags, running
 from harness.servers.redis_server import redis_server
 
 from kvferry.client import AsyncClient
@@ -137,11 +137,11 @@ def check(ready: dict[str, object], asked: list[Asked], expected: dict[tuple[int
     return seen
 
 
-@pytest.mark.parametrize("connector", ["memory", "shm", "nixl", "tcp"])
+@pytest.mark.parametrize("connector", ["memory", "shm", "nixl", "tcp", "tcp-encrypted"])
 def test_every_transport_gives_one_engines_tokens(
     connector: str, asked: list[Asked], expected: dict[tuple[int, int], list[int]]
 ) -> None:
-    with a_stack("--connector", connector, "--kv-memory", "4MiB") as ready:
+    with a_stack(*connector_flags(connector), "--kv-memory", "4MiB") as ready:
         seen = check(ready, asked, expected)
     assert seen["fetched"] > 300
     # On a slow machine some transfers exceed their time limit, and abandoned reads hold pages until they end. Only

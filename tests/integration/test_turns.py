@@ -6,7 +6,7 @@ import httpx
 import psutil
 import pytest
 from harness.idle import assert_workers_idle
-from harness.servers.processes import RunningProcess, running
+from harness.servers.processes import RunningProcess, connector_flags, running
 
 from kvferry.client import Client
 from kvferry.client.messages import Completion
@@ -25,11 +25,11 @@ def one_engine() -> LLM:
     return LLM("tiny", dtype="float32", kv_memory=16 << 20)
 
 
-@pytest.fixture(params=["shm", "nixl", "tcp", "memory"])
+@pytest.fixture(params=["shm", "nixl", "tcp", "tcp-encrypted", "memory"])
 def stack(request: pytest.FixtureRequest) -> Iterator[RunningProcess]:
     # 48 pages: a few other prompts evict a conversation.
     with running(
-        "up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--max-model-len", "768", "--connector", request.param
+        "up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--max-model-len", "768", *connector_flags(request.param)
     ) as process:
         process.wait_for("ready")
         yield process

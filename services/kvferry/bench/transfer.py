@@ -1,15 +1,16 @@
 """`kvferry bench transfer`: page reads between two processes by transport, compared with a lower-level bound.
 
-transport    bound, measured in the same rounds
-memory, shm  memory copy of the same bytes on one thread
-nixl         plain NIXL with the same number of pages
-tcp          the same bytes over one loopback connection, in large chunks
+transport      bound, measured in the same rounds
+memory, shm    memory copy of the same bytes on one thread
+nixl           plain NIXL with the same number of pages
+tcp            the same bytes over one loopback connection, in large chunks
+tcp-encrypted  the same read over tcp without encryption
 """
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from kvferry.bench import bounds
@@ -17,10 +18,11 @@ from kvferry.bench.sampling import alternate
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
 from kvferry.core.ids import BlockId, Incarnation, WorkerId, new_incarnation
+from kvferry.kv import registry
 from kvferry.kv.interface.connector import Peer, Transport, TransportSetup
-from kvferry.kv.registry import open_transport
 
 _SETUP = TransportSetup(secrets=(b"a secret that only guards numbers",))
+_ENCRYPTED = "tcp-encrypted"
 _START_SECONDS = 30.0
 _READ_SECONDS = 60.0
 
@@ -47,12 +49,22 @@ class TransferRun:
     """Name of the transfer with which it is compared."""
 
 
+def names() -> list[str]:
+    """Return the names of the transports that can be measured: the connectors, and those with encryption."""
+    return sorted([*registry.names(), _ENCRYPTED])
+
+
+def _open(name: str, incarnation: Incarnation) -> Transport:
+    encrypts = name == _ENCRYPTED
+    return registry.open_transport("tcp" if encrypts else name, incarnation, replace(_SETUP, encrypts=encrypts))
+
+
 @contextmanager
 def pages_of_another_process(name: str, num_blocks: int, block_bytes: int) -> Iterator[tuple[Transport, Peer]]:
     """Yield a transport connected to a peer with pages; the peer is a second process, except for `memory`.
 
     Args:
-        name: name of the connector.
+        name: name of the transport, one of `names()`.
         num_blocks: number of pages on each side.
         block_bytes: bytes per page.
 
@@ -61,13 +73,13 @@ def pages_of_another_process(name: str, num_blocks: int, block_bytes: int) -> It
         ReadError: the connection failed.
         Unavailable: the second process did not start in time.
     """
-    ours = open_transport(name, new_incarnation(), _SETUP)
+    ours = _open(name, new_incarnation())
     process = None
     try:
         memory = ours.allocate(num_blocks, block_bytes)
         memory.pages[:] = b"\x02" * len(memory.pages)
         if name == "memory":
-            theirs = open_transport(name, new_incarnation(), _SETUP)
+            theirs = _open(name, new_incarnation())
             theirs.allocate(num_blocks, block_bytes).pages[:] = b"\x01" * (num_blocks * block_bytes)
             incarnation, address = _incarnation_of(theirs), theirs.address()
         else:
@@ -114,7 +126,7 @@ def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, ro
     """Measure a transport with a given number of pages, alternating with its bound.
 
     Args:
-        name: name of the connector.
+        name: name of the transport, one of `names()`.
         num_blocks: number of pages per read.
         block_bytes: bytes per page.
         scattered: whether to read every second page; otherwise consecutive pages.
@@ -124,8 +136,10 @@ def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, ro
     held = 2 * num_blocks if scattered else num_blocks
     remote = list(range(0, held, 2 if scattered else 1))
     size = num_blocks * block_bytes
-    with _bound(name, num_blocks, block_bytes) as bound, pages_of_another_process(name, held, block_bytes) as pair:
-        transport, peer = pair
+    with (
+        _bound(name, remote, held, block_bytes, clock) as bound,
+        pages_of_another_process(name, held, block_bytes) as (transport, peer),
+    ):
         actions: dict[str, Callable[[], None]] = {
             "bound": bound,
             name: lambda: read_pages(transport, peer, remote, clock),
@@ -165,21 +179,32 @@ def summary(runs: Sequence[TransferRun]) -> list[dict[str, object]]:
 
 
 _COPY = "a copy in memory"
-_BOUNDS = {"nixl": "bare NIXL", "tcp": "a TCP stream"}
+_BOUNDS = {"nixl": "bare NIXL", "tcp": "a TCP stream", _ENCRYPTED: "plain tcp"}
 """Name of the transfer with which each transport is compared, if that is not a copy in memory."""
 
 
-def _bound(name: str, num_blocks: int, block_bytes: int) -> AbstractContextManager[Callable[[], None]]:
+def _bound(
+    name: str, remote: Sequence[int], held: int, block_bytes: int, clock: Clock
+) -> AbstractContextManager[Callable[[], None]]:
+    num_blocks = len(remote)
     if name == "nixl":
         return bounds.bare_nixl(num_blocks, block_bytes)
     if name == "tcp":
         return bounds.loopback(num_blocks * block_bytes)
+    if name == _ENCRYPTED:
+        return _plain_reads(remote, held, block_bytes, clock)
     return bounds.memory_copy(num_blocks * block_bytes)
+
+
+@contextmanager
+def _plain_reads(remote: Sequence[int], held: int, block_bytes: int, clock: Clock) -> Iterator[Callable[[], None]]:
+    with pages_of_another_process("tcp", held, block_bytes) as (transport, peer):
+        yield lambda: read_pages(transport, peer, remote, clock)
 
 
 def _owner(pipe: Connection, name: str, num_blocks: int, block_bytes: int) -> None:
     incarnation = new_incarnation()
-    transport = open_transport(name, incarnation, _SETUP)
+    transport = _open(name, incarnation)
     memory = transport.allocate(num_blocks, block_bytes)
     memory.pages[:] = b"\x01" * len(memory.pages)
     transport.attend(True)

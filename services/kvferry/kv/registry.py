@@ -20,6 +20,26 @@ def names() -> list[str]:
     return sorted(_MODULES)
 
 
+def check_encryption(name: str) -> None:
+    """Check that KV over a connector can be encrypted here. The bytes of `memory` and `shm` never leave the host, so
+    that there is nothing to encrypt.
+
+    Args:
+        name: name of a connector.
+
+    Raises:
+        UsageError: the connector does not encrypt, or the package for encryption is not installed.
+    """
+    if name == "nixl":  # peers read registered pages as they are, and UCX does not encrypt
+        raise UsageError(
+            "kv_encryption: connector 'nixl' does not encrypt KV; use connector 'tcp', or leave kv_encryption off and "
+            "encrypt the network",
+            field="kv_encryption",
+        )
+    if name == "tcp":
+        import_module("kvferry.kv.connectors.tcp_seal").check_encryption()
+
+
 def open_transport(name: str, incarnation: Incarnation, setup: TransportSetup | None = None) -> Transport:
     """Create the transport of one incarnation of a worker.
 
@@ -29,11 +49,13 @@ def open_transport(name: str, incarnation: Incarnation, setup: TransportSetup | 
         setup: configuration of the transport; the default if `None`.
 
     Raises:
-        UsageError: `name` is not a known connector, a package that it needs is not installed, or this machine has no
-            device that it can use.
+        UsageError: `name` is not a known connector, a package that it needs is not installed, this machine has no
+            device that it can use, or `setup` requires encryption that the connector does not have.
     """
     if name not in _MODULES:
         raise UsageError(f"unknown connector {name!r}; use one of {', '.join(names())}", field="connector")
+    if setup is not None and setup.encrypts:
+        check_encryption(name)
     try:
         module = import_module(_MODULES[name])
     except ImportError as error:

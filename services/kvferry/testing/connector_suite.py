@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -24,6 +24,8 @@ BLOCK_BYTES = 4096
 PAGE_SIZES = (BLOCK_BYTES, 1536, 6144)
 FEWER_BLOCKS = 12
 SETUP = TransportSetup(secrets=(b"of the pool" * 4,))
+ENCRYPTED = replace(SETUP, encrypts=True)
+"""Setup for transports that encrypt, with the extra `encryption`."""
 _DEADLINE_SECONDS = 20.0
 _FROZEN_SECONDS = 4.0
 """Seconds for which the peer is suspended; longer than the stall timeout of any transport."""
@@ -88,9 +90,9 @@ def _complete(read: Read) -> None:
 class _PeerSide:
     """The peer's transport and memory, and the commands that `ConnectorRig.command` runs on it."""
 
-    def __init__(self, name: str, block_bytes: int) -> None:
+    def __init__(self, name: str, block_bytes: int, setup: TransportSetup) -> None:
         self.incarnation = new_incarnation()
-        self.transport = open_transport(name, self.incarnation, SETUP)
+        self.transport = open_transport(name, self.incarnation, setup)
         self.size = block_bytes
         self.memory = self.transport.allocate(NUM_BLOCKS, block_bytes)
         for block in range(NUM_BLOCKS):
@@ -108,8 +110,8 @@ class _PeerSide:
         self.transport.close()
 
 
-def _peer_process(name: str, block_bytes: int, pipe: Connection) -> None:
-    side = _PeerSide(name, block_bytes)
+def _peer_process(name: str, block_bytes: int, setup: TransportSetup, pipe: Connection) -> None:
+    side = _PeerSide(name, block_bytes, setup)
     pipe.send((side.incarnation, side.transport.address()))
     with suppress(EOFError):
         while True:
@@ -119,13 +121,15 @@ def _peer_process(name: str, block_bytes: int, pipe: Connection) -> None:
 
 
 @contextmanager
-def rig(name: str, peer_bytes: int = BLOCK_BYTES, own_blocks: int = NUM_BLOCKS) -> Iterator[ConnectorRig]:
+def rig(
+    name: str, peer_bytes: int = BLOCK_BYTES, own_blocks: int = NUM_BLOCKS, setup: TransportSetup = SETUP
+) -> Iterator[ConnectorRig]:
     """Yield a rig for the transport `name`; the peer is a separate process, except for `memory`."""
-    ours = open_transport(name, new_incarnation(), SETUP)
+    ours = open_transport(name, new_incarnation(), setup)
     process: BaseProcess | None = None
     pipe: Connection | None = None
     if name == "memory":
-        side = _PeerSide(name, peer_bytes)
+        side = _PeerSide(name, peer_bytes, setup)
         incarnation, address = side.incarnation, side.transport.address()
 
         def command(method: str, *arguments: int) -> object:
@@ -133,7 +137,7 @@ def rig(name: str, peer_bytes: int = BLOCK_BYTES, own_blocks: int = NUM_BLOCKS) 
     else:
         spawn = multiprocessing.get_context("spawn")
         pipe, far_end = spawn.Pipe()
-        process = spawn.Process(target=_peer_process, args=(name, peer_bytes, far_end), daemon=True)
+        process = spawn.Process(target=_peer_process, args=(name, peer_bytes, setup, far_end), daemon=True)
         process.start()
         far_end.close()
         assert pipe.poll(_DEADLINE_SECONDS), "the peer did not start"

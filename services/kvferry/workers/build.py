@@ -127,6 +127,7 @@ def build_unit(
         listen_host=host_of(endpoint.listen),
         advertise_host=config.advertise_host.strip("[]"),
         secrets=config.ticket_secrets,
+        encrypts=config.kv_encryption,
         has_ranks=config.engine.tensor_parallel > 1,
     )
     transport = open_transport(config.connector, incarnation, setup)

@@ -6,6 +6,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.settings.engine import EngineSettings
 from kvferry.core.traces.spans import TraceSettings
 from kvferry.kv.handoff.offers import OfferTimes
+from kvferry.kv.registry import check_encryption
 from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.tls.certificate_files import CertificateFiles
 from kvferry.text.requests.answer_rules import AnswerParsers
@@ -49,6 +50,8 @@ class WorkerConfig:
     verify_kv: str = EPOCHS
     """Verification of fetched KV, a value of `VERIFY_KV`. With `digest`, tickets contain page digests, and tickets
     without digests are rejected."""
+    kv_encryption: bool = False
+    """Whether KV between workers is encrypted on the network; workers of the other mode are refused."""
     drain_seconds: float = 30.0
     """Maximum seconds for running requests to finish after SIGTERM."""
     adapters_file: str = ""
@@ -84,6 +87,8 @@ class WorkerConfig:
                 "'tcp', or role 'split'",
                 field="connector",
             )
+        if self.kv_encryption:
+            check_encryption(self.connector)
         if self.tier_object_tokens % self.engine.block_tokens:
             raise UsageError(
                 f"tier_object_tokens={self.tier_object_tokens} is not a multiple of block_tokens="

@@ -13,7 +13,7 @@ from harness.fuzz.target import Run, Target
 from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import BlockHash, Incarnation, WorkerId
-from kvferry.kv.connectors import nixl, shm, tcp, tcp_wire
+from kvferry.kv.connectors import nixl, shm, tcp, tcp_framing, tcp_seal, tcp_wire
 from kvferry.kv.interface.connector import Peer, ReadError, Transport, TransportSetup
 from kvferry.kv.interface.ticket import Keyring, Ticket, check_ticket, digest_tokens
 from kvferry.kv.pages.layout import KvLayout
@@ -190,13 +190,16 @@ def _addresses() -> Iterator[Run]:
 def _frame_seeds() -> list[bytes]:
     request = tcp_wire._REQUEST.pack(tcp_wire.Op.PAGES, 2) + bytes(8)
     reply = tcp_wire._REPLY.pack(tcp_wire.Status.OK, 64) + bytes(64)
-    return [b"\x00" + bytes(64), b"\x01" + request + request, b"\x02" + tcp_wire._MAGIC + bytes(120), b"\x03" + reply]
+    greeting, sealed = tcp_framing.PLAIN.magic + bytes(120), tcp_framing.SEALED_MAGIC + bytes(184)
+    record = (9).to_bytes(4, "little") + bytes(44 + 9 + 16)
+    parts = (bytes(64), request + request, greeting, reply, bytes(96), sealed, record)
+    return [bytes([number]) + part for number, part in enumerate(parts)]
 
 
 @contextmanager
 def _frames() -> Iterator[Run]:
     key = tcp_wire.connection_key(SECRET, OWNER)
-    clock = ManualClock()
+    clock, encrypted = ManualClock(), tcp_seal.Sealed()
 
     def run(data: bytes) -> None:
         ours, theirs = socket.socketpair()
@@ -205,7 +208,7 @@ def _frames() -> Iterator[Run]:
             theirs.sendall(data[1:])
             theirs.shutdown(socket.SHUT_WR)
             try:
-                match data[0] % 4 if data else 0:
+                match data[0] % 7 if data else 0:
                     case 0:
                         tcp_wire.greet_as_owner(ours, [key], clock, _READ_SECONDS)
                     case 1:
@@ -214,11 +217,19 @@ def _frames() -> Iterator[Run]:
                             pass
                     case 2:
                         tcp_wire.greet_as_reader(ours, key)
+                    case 4:
+                        tcp_wire.greet_as_owner(ours, [key], clock, _READ_SECONDS, encrypted)
+                    case 5:
+                        tcp_wire.greet_as_reader(ours, key, encrypted)
+                    case 6:
+                        link = tcp_seal.SealedLink(ours, bytes(32), bytes(32))
+                        while link.recv(1000):
+                            pass
                     case _:
                         reply = tcp_wire.IncomingReply([memoryview(bytearray(64))])
                         while not reply.receive_some(ours):
                             pass
-            except (tcp_wire.WireError, TimeoutError):
+            except (tcp_wire.WireError, tcp_framing.SealError, TimeoutError):
                 pass
 
     yield run

@@ -95,6 +95,12 @@ def running(
             process.stdout.close()
 
 
+def connector_flags(name: str) -> tuple[str, ...]:
+    """Return the flags of a connector, or of `tcp-encrypted`: connector `tcp` with encryption."""
+    connector, _, mode = name.partition("-")
+    return ("--connector", connector, *(("--kv-encryption", "true") if mode else ()))
+
+
 @contextmanager
 def a_worker(
     role: str, *arguments: str, model: str = "tiny", env: Mapping[str, str] | None = None

@@ -4,11 +4,11 @@ announced."""
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import msgspec
 import pytest
+from harness.servers.tcp_workers import BLOCK, POOL, a_transport, dial, is_cut
 
 from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import UsageError
@@ -17,42 +17,6 @@ from kvferry.kv.connectors import tcp_wire as wire
 from kvferry.kv.connectors.tcp import TcpTransport
 from kvferry.kv.connectors.tcp_server import runs
 from kvferry.kv.interface.connector import Peer, ReadError, TransportSetup
-
-POOL = TransportSetup(secrets=(b"the pool's secret, current one..", b"the pool's secret, former one..."))
-BLOCK = 512
-
-
-@contextmanager
-def a_transport(setup: TransportSetup = POOL) -> Iterator[tuple[TcpTransport, Peer]]:
-    incarnation = new_incarnation()
-    transport = TcpTransport(incarnation, setup, SystemClock())
-    memory = transport.allocate(4, BLOCK)
-    for block in range(4):
-        memory.pages[block * BLOCK : (block + 1) * BLOCK] = bytes([block + 1]) * BLOCK
-        memory.epochs[block] = 10 + block
-    try:
-        yield transport, Peer(WorkerId("w"), incarnation, "nowhere:0")
-    finally:
-        transport.close()
-
-
-def port_of(transport: TcpTransport) -> int:
-    port = msgspec.msgpack.decode(transport.address())[2]
-    assert isinstance(port, int)
-    return port
-
-
-def dial(transport: TcpTransport) -> socket.socket:
-    link = socket.create_connection(("127.0.0.1", port_of(transport)), 5)
-    link.settimeout(5)
-    return link
-
-
-def is_cut(link: socket.socket) -> bool:
-    try:
-        return link.recv(1) == b""
-    except ConnectionResetError:
-        return True
 
 
 def test_a_worker_of_another_pool_cannot_read() -> None:

@@ -135,6 +135,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "labels under kvferry.dev/ are reserved for the operator",
     ),
     "unknown connector": ({"connector": {"type": "udp"}}, 'supported values: "nixl"'),
+    "encryption over nixl": ({"connector": {"encryption": True}}, "connector nixl does not encrypt KV"),
     "shm between pods": ({"connector": {"type": "shm"}}, "between pods use nixl or tcp"),
     "unknown tier": (tiers({"type": "tape", "size": "1Gi"}), 'supported values: "dram"'),
     "dram without size": (tiers({"type": "dram"}), "require size"),

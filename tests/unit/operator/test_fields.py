@@ -227,6 +227,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "roles[].engine.maxMixedTokens": (prefill(engine={"maxMixedTokens": 32}), flag("max-mixed-tokens"), "32"),
     "roles[].engine.backgroundSteps": (prefill(engine={"backgroundSteps": 1}), flag("background-steps"), "1"),
     "roles[].engine.adapterMemory": (prefill(engine={"adapterMemory": "2Gi"}), flag("adapter-memory"), "2GiB"),
+    "connector.encryption": ({"connector": {"type": "tcp", "encryption": True}}, flag("kv-encryption"), "true"),
     "connector.offerSeconds": ({"connector": {"offerSeconds": 2}}, flag("offer-seconds"), "2"),
     "routing.cacheMapBlocks": ({"routing": {"cacheMapBlocks": 0}}, flag("cache-map-blocks", GATEWAY), "0"),
     "flowControl.maxQueued": ({"flowControl": {"maxQueued": 9}}, flag("max-queued", GATEWAY), "9"),
@@ -540,7 +541,8 @@ OTHERWISE = {
 CHANGES_WORKERS = {
     "model.name", "model.source", "model.digest", "model.dtype", "model.maxModelLen", "model.windowPages",
     "model.blockTokens", "model.weights", "model.toolCallParser", "model.reasoningParser",
-    "connector.type", "connector.offerSeconds", "drain.seconds", "internalKeys.secretName", "image",
+    "connector.type", "connector.offerSeconds", "connector.encryption", "drain.seconds", "internalKeys.secretName",
+    "image",
     "observability.otlp", "observability.traceSample", "observability.logLevel", "observability.logJson",
     "imagePullPolicy", "imagePullSecrets", "tls.mode", "tls.secretName", "roles[].name",
     "roles[].template",

@@ -52,6 +52,7 @@ FIELD_OF = {
     "tier_object_tokens": "engine.tierObjectTokens",
     "load_policy": "engine.loadPolicy",
     "verify_kv": "engine.verifyKv",
+    "kv_encryption": "connector.encryption",
     "offer_seconds": "connector.offerSeconds",
     "otlp": "observability.otlp",
     "trace_sample": "observability.traceSample",

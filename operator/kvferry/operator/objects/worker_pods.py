@@ -211,6 +211,7 @@ def _arguments(pool: InferencePool, role: RoleSpec) -> list[str]:
         "tier-object-tokens": spec.engine.tier_object_tokens,
         "load-policy": spec.engine.load_policy,
         "verify-kv": spec.engine.verify_kv,
+        "kv-encryption": str(spec.connector.encryption).lower(),
         "ticket-key-file": f"{KEYS_FOLDER}/ticket-key",
         "tenant-key-file": f"{KEYS_FOLDER}/tenant-key",
         "offer-seconds": spec.connector.offer_seconds,

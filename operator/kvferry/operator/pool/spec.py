@@ -157,6 +157,7 @@ class ConnectorSpec(_Struct, frozen=True):
 
     type: str = "nixl"
     offer_seconds: int = 10
+    encryption: bool = False
 
 
 class SecretKey(_Struct, frozen=True):

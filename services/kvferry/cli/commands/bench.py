@@ -265,20 +265,19 @@ def transfer(names: tuple[str, ...], counts: tuple[int, ...], block_size: str, r
     """Measure KV page transfers between two processes by transport, size and scatter.
 
     Each row is compared with a simpler transfer of as many bytes, measured in the same rounds: a copy in memory by one
-    thread for shm and memory, a TCP stream over loopback for tcp, bare NIXL for nixl. Reads of a memory that is in the
-    processor's cache, or by several threads, may be faster than that.
+    thread for shm and memory, a TCP stream over loopback for tcp, bare NIXL for nixl, tcp for tcp-encrypted. Reads of a
+    memory that is in the processor's cache, or by several threads, may be faster than that.
     """
     from kvferry.bench import transfer as bench
     from kvferry.bench.rows import as_row
-    from kvferry.kv import registry
 
     with reported():
         block_bytes = _size(block_size)
         for name in names:
-            if name not in registry.names():
-                raise UsageError(f"unknown transport {name!r}; use one of {', '.join(registry.names())}")
+            if name not in bench.names():
+                raise UsageError(f"unknown transport {name!r}; use one of {', '.join(bench.names())}")
         runs: list[bench.TransferRun] = []
-        for name in names or registry.names():
+        for name in names or bench.names():
             for count in counts or (1, 8, 64):
                 for scattered in (False, True) if count > 1 else (False,):
                     if sys.stderr.isatty():
@@ -300,14 +299,14 @@ def transfer(names: tuple[str, ...], counts: tuple[int, ...], block_size: str, r
         write_json(json_file, found)
 
 
-_HEADER = f"{'transport':<10} {'blocks':>6} {'pages':<9} {'median':>10} {'least':>10} {'most':>10} {'rate':>11}"
+_HEADER = f"{'transport':<13} {'blocks':>6} {'pages':<9} {'median':>10} {'least':>10} {'most':>10} {'rate':>11}"
 
 
 def _line(run: "TransferRun") -> str:
     pages = "scattered" if run.is_scattered else "together"
     times = " ".join(f"{duration_of(ms):>10}" for ms in (run.ms, run.ms_least, run.ms_most))
     ratio = f"{run.share_of_bound:.2f} times the {run.bound_gbps:.2f} GB/s of {run.bound}"
-    return f"{run.transport:<10} {run.num_blocks:>6} {pages:<9} {times} {run.gbps:>6.2f} GB/s   {ratio}"
+    return f"{run.transport:<13} {run.num_blocks:>6} {pages:<9} {times} {run.gbps:>6.2f} GB/s   {ratio}"
 
 
 def _size(text: str) -> int:

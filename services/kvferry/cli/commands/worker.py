@@ -53,6 +53,7 @@ def command(values: Values) -> None:
         tiers=tuple(values["tier"]),
         tier_object_tokens=values["tier_object_tokens"],
         verify_kv=values["verify_kv"],
+        kv_encryption=values["kv_encryption"],
         adapter_folder=values["adapter_folder"],
         weights_folder=values["weights_folder"],
         weight_version=values["weight_version"],

@@ -89,6 +89,13 @@ VERIFY_KV = Setting(
     "the same for all workers.",
     choices=("epochs", "digest"),
 )
+KV_ENCRYPTION = Setting(
+    "kv_encryption",
+    False,
+    "Whether KV between workers is encrypted on the network. tcp encrypts; the bytes of shm and memory never leave the "
+    "host; nixl does not encrypt and is refused. Must be the same for all workers.",
+    parse=boolean,
+)
 LOGGING = (
     Setting("log_level", "warning", "Minimum level of logged messages.", choices=("debug", "info", "warning", "error")),
     Setting("log_json", False, "Write log lines as JSON instead of text.", parse=boolean),
@@ -420,6 +427,7 @@ WORKER = (
     *WEIGHTS,
     *TIERS,
     VERIFY_KV,
+    KV_ENCRYPTION,
     *TICKET_KEY,
     *TENANT_KEY,
     *POOL_TLS,
@@ -514,6 +522,7 @@ STACK = (
     *WEIGHTS,
     *TIERS,
     VERIFY_KV,
+    KV_ENCRYPTION,
 )
 
 _BENCH_ENGINE = {

@@ -26,7 +26,8 @@ TOPICS: Mapping[str, Sequence[str]] = MappingProxyType(
             "reserve_share",
         ),
         "KV transfer": (
-            "connector", "verify_kv", "kv_prefetch_tokens", "offer_seconds", "lease_seconds", "load_policy",
+            "connector", "kv_encryption", "verify_kv", "kv_prefetch_tokens", "offer_seconds", "lease_seconds",
+            "load_policy",
         ),
         "KV tiers": ("tier", "tier_object_tokens"),
         "Scheduling": (

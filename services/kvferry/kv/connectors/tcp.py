@@ -1,8 +1,9 @@
 """Connector `tcp`: transport over plain TCP, for clusters without RDMA and NIXL; needs no extra package.
 
 The reader requests pages over one connection per read, or two for a large one, and receives them directly into its own
-pages; adjacent pages are one buffer on both sides. Both sides authenticate as members of the pool (`tcp_wire`). Only
-the thread that polls a read writes to the target pages (`tcp_read`), so a read that has ended is quiet.
+pages; adjacent pages are one buffer on both sides. Both sides authenticate as members of the pool (`tcp_wire`), and
+encrypt if both are configured to (`tcp_seal`). Only the thread that polls a read writes to the target pages
+(`tcp_read`), so a read that has ended is quiet.
 """
 
 import mmap
@@ -20,7 +21,9 @@ from kvferry.core.process.struct_types import describe
 from kvferry.kv.connectors import tcp_wire as wire
 from kvferry.kv.connectors.checks import allocated, check_address, check_page_ids
 from kvferry.kv.connectors.page_files import OwnMemory
+from kvferry.kv.connectors.tcp_framing import PLAIN, ByteLink, Framing
 from kvferry.kv.connectors.tcp_read import ParallelRead, TcpRead, split_buffers
+from kvferry.kv.connectors.tcp_seal import Sealed, is_spent
 from kvferry.kv.connectors.tcp_server import PageServer, runs
 from kvferry.kv.connectors.windows import CompletedRead
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
@@ -37,6 +40,13 @@ _MAX_IDLE_LINKS = 2
 """Number of idle connections per peer that are kept."""
 
 
+_OTHER_MODE = {
+    False: "worker {} does not encrypt KV, and this worker requires it; set kv_encryption alike for all workers",
+    True: "worker {} requires encrypted KV, and this worker does not encrypt; set kv_encryption alike for all workers",
+}
+"""Errors of a reader, by whether the owner encrypts, if this worker does not do the same."""
+
+
 class _Address(msgspec.Struct, frozen=True, array_like=True):
     """Address of a worker's page server."""
 
@@ -45,6 +55,8 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
     port: int
     num_blocks: int
     block_bytes: int
+    is_sealed: bool = False
+    """Whether its connections are encrypted."""
 
 
 describe(_Address)
@@ -53,14 +65,15 @@ describe(_Address)
 class _Owner:
     """A connected peer that owns pages: its address and its idle connections."""
 
-    def __init__(self, where: _Address, key: bytes) -> None:
+    def __init__(self, where: _Address, key: bytes, framing: Framing) -> None:
         self.where = where
         self._key = key
-        self._idle: list[socket.socket] = []
+        self._framing = framing
+        self._idle: list[ByteLink] = []
         self._lock = threading.Lock()  # guards _idle and _forgotten
         self._forgotten = False
 
-    def take(self, timeout: float) -> socket.socket:
+    def take(self, timeout: float) -> ByteLink:
         """Take a connection for one exchange. The caller must return it with `give_back` or close it.
 
         Raises:
@@ -72,17 +85,17 @@ class _Owner:
         link = socket.create_connection((self.where.host, self.where.port), timeout)
         try:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wire.greet_as_reader(link, self._key)
+            opened = wire.greet_as_reader(link, self._key, self._framing)
             link.settimeout(None)
         except BaseException:
             link.close()
             raise
-        return link
+        return opened
 
-    def give_back(self, link: socket.socket) -> None:
+    def give_back(self, link: ByteLink) -> None:
         """Return a connection after a complete exchange."""
         with self._lock:
-            keep = not self._forgotten and len(self._idle) < _MAX_IDLE_LINKS
+            keep = not self._forgotten and len(self._idle) < _MAX_IDLE_LINKS and not is_spent(link)
             if keep:
                 self._idle.append(link)
         if not keep:
@@ -101,18 +114,21 @@ class TcpTransport:
     """Transport over TCP; pages are in this process's memory and are sent to authenticated members of the pool."""
 
     name = "tcp"
-    domain = ""
 
     def __init__(self, incarnation: Incarnation, setup: TransportSetup, clock: Clock) -> None:
         """
         Raises:
-            UsageError: `setup` has no secret with which to authenticate readers.
+            UsageError: `setup` has no secret with which to authenticate readers, or the package for encryption is not
+                installed.
         """
         if not setup.secrets:
             raise UsageError("connector 'tcp' needs the pool's ticket key to authenticate readers", field="ticket_key")
         self._incarnation = incarnation
         self._setup = setup
         self._clock = clock
+        self._framing: Framing = Sealed() if setup.encrypts else PLAIN
+        self.domain = "encrypted" if setup.encrypts else ""
+        """Gateways pair only workers that agree about encryption; the others would refuse each other."""
         self._memory: PageMemory | None = None
         self._pages: OwnMemory | None = None
         self._where: _Address | None = None
@@ -125,10 +141,12 @@ class TcpTransport:
         self._pages = OwnMemory(num_blocks * block_bytes, self._setup)
         pages = self._pages.memory
         memory = PageMemory(pages, memoryview(bytearray(num_blocks * 8)).cast("Q"), self._pages.place)
-        keys = [wire.connection_key(secret, self._incarnation) for secret in self._setup.secrets]
-        self._server = PageServer(self._setup.listen_host, pages, memory.epochs, block_bytes, keys, self._clock)
-        host = self._setup.advertise_host or self._setup.listen_host
-        self._where = _Address(self._incarnation, host, self._server.port, num_blocks, block_bytes)
+        keys = [wire.connection_key(secret, self._incarnation, self._framing) for secret in self._setup.secrets]
+        self._server = PageServer(
+            self._setup.listen_host, pages, memory.epochs, block_bytes, keys, self._clock, self._framing
+        )
+        host, is_sealed = self._setup.advertise_host or self._setup.listen_host, self._setup.encrypts
+        self._where = _Address(self._incarnation, host, self._server.port, num_blocks, block_bytes, is_sealed)
         self._memory = memory
         return memory
 
@@ -147,7 +165,10 @@ class TcpTransport:
             raise ReadError("the peer's address is malformed") from error
         allocated(self._where)
         check_address(peer, where.incarnation, where.num_blocks, where.block_bytes)
-        owner = _Owner(where, wire.connection_key(self._setup.secrets[0], Incarnation(where.incarnation)))
+        if where.is_sealed != self._setup.encrypts:
+            raise ReadError(_OTHER_MODE[where.is_sealed].format(peer.worker_id))
+        key = wire.connection_key(self._setup.secrets[0], Incarnation(where.incarnation), self._framing)
+        owner = _Owner(where, key, self._framing)
         try:
             owner.give_back(owner.take(_CONNECT_SECONDS))
         except (OSError, ValueError, OverflowError) as error:  # ValueError, OverflowError: an invalid host name or port
@@ -253,6 +274,6 @@ def open_transport(incarnation: Incarnation, setup: TransportSetup) -> TcpTransp
     """Create the transport of one incarnation.
 
     Raises:
-        UsageError: `setup` has no secret.
+        UsageError: `setup` has no secret, or the package for encryption is not installed.
     """
     return TcpTransport(incarnation, setup, SystemClock())

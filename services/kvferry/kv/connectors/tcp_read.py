@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvferry.core.clock import Clock
 from kvferry.kv.connectors import tcp_wire as wire
+from kvferry.kv.connectors.tcp_framing import ByteLink, SealError
 from kvferry.kv.interface.connector import ReadError
 
 _WAIT_SECONDS = 0.1
@@ -19,7 +20,7 @@ _WAIT_SECONDS = 0.1
 class Links(Protocol):
     """Connections to one peer."""
 
-    def take(self, timeout: float) -> socket.socket:
+    def take(self, timeout: float) -> ByteLink:
         """Return a connection for one exchange.
 
         Raises:
@@ -27,7 +28,7 @@ class Links(Protocol):
         """
         ...
 
-    def give_back(self, link: socket.socket) -> None:
+    def give_back(self, link: ByteLink) -> None:
         """Return a connection after a complete exchange."""
         ...
 
@@ -69,7 +70,7 @@ class TcpRead:
         now = clock.monotonic()
         self._total_seconds = total_seconds
         self._deadline, self._last_arrival = now + total_seconds, now
-        self._link: socket.socket | None = None
+        self._link: ByteLink | None = None
         self._failure: str | None = None
         self._may_retry = True
         try:
@@ -144,7 +145,7 @@ class TcpRead:
     def _lose(self, error: OSError) -> None:
         """End the exchange after an error of the connection; repeat it if the peer had closed an idle connection."""
         self._fail(str(error))
-        if self._may_retry and self._reply.num_received == 0:
+        if self._may_retry and self._reply.num_received == 0 and not isinstance(error, SealError):
             self._may_retry = False
             try:
                 self._request()

@@ -1,4 +1,5 @@
-"""Page server of connector `tcp`: authenticates readers and sends pages and epochs directly from their memory.
+"""Page server of connector `tcp`: authenticates readers and sends pages and epochs from their memory, directly
+or encrypted.
 
 Each connection has a thread. Time-outs apply only within a request, because readers keep their connections open between
 hand-offs.
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from kvferry.core.clock import Clock
 from kvferry.core.epochs import EpochTable
 from kvferry.kv.connectors import tcp_wire as wire
+from kvferry.kv.connectors.tcp_framing import PLAIN, ByteLink, Framing
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class PageServer:
         block_bytes: int,
         keys: Sequence[bytes],
         clock: Clock,
+        framing: Framing = PLAIN,
     ) -> None:
         """
         Args:
@@ -41,8 +44,9 @@ class PageServer:
             pages: memory of the pages.
             epochs: epoch of each page.
             block_bytes: bytes of one page.
-            keys: keys of the pool; a reader authenticates with any of them.
+            keys: keys of the pool for this framing; a reader authenticates with any of them.
             clock: measures the time of handshakes.
+            framing: framing of the connections.
 
         Raises:
             OSError: the address cannot be bound.
@@ -50,6 +54,7 @@ class PageServer:
         self._pages, self._epochs, self._block_bytes = pages, epochs, block_bytes
         self._keys = tuple(keys)
         self._clock = clock
+        self._framing = framing
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.port: int = self._listener.getsockname()[1]
@@ -100,14 +105,14 @@ class PageServer:
         try:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.settimeout(_GREETING_SECONDS)
-            wire.greet_as_owner(link, self._keys, self._clock, _GREETING_SECONDS)
+            opened = wire.greet_as_owner(link, self._keys, self._clock, _GREETING_SECONDS, self._framing)
             wire.block_in_kernel(link, _STALL_SECONDS)
-            requests = wire.Requests(link, len(self._epochs))
+            requests = wire.Requests(opened, len(self._epochs))
             while (request := requests.receive()) is not None:
-                self._answer(link, *request)
+                self._answer(opened, *request)
         except BlockingIOError:
             _log.info("disconnected a reader: it stalled for %.0f s", _STALL_SECONDS)
-        except OSError as error:  # includes time-outs and `WireError`
+        except OSError as error:  # includes time-outs, `WireError` and `SealError`
             if not self._closed:
                 _log.info("disconnected a reader: %s", error)
         finally:
@@ -115,7 +120,7 @@ class PageServer:
                 self._links.discard(link)
             link.close()
 
-    def _answer(self, link: socket.socket, op: wire.Op, ids: Sequence[int]) -> None:
+    def _answer(self, link: ByteLink, op: wire.Op, ids: Sequence[int]) -> None:
         if max(ids) >= len(self._epochs):
             wire.send_refusal(link)
         elif op is wire.Op.EPOCHS:

@@ -4,6 +4,9 @@
     reader -> owner    reader's nonce 32 B   MAC(key, "reader" | both nonces) 32 B
     owner  -> reader   MAC(key, "owner" | both nonces) 32 B  padding 32 B
 
+With encryption, the first message begins with "kvtcp-2s", a public key of 32 B follows each nonce and counts as a part
+of it, and everything after the handshake is in records (`tcp_seal`).
+
     reader -> owner    op u8   count u32   page ids u32 x count           all numbers little endian
     owner  -> reader   status u8   length u64   padding 55 B   content    contiguous pages, or epochs u64 x count and
                                                                           padding to a multiple of 64 B
@@ -13,8 +16,8 @@ the other into its send buffers, so pages begin at a multiple of 64 bytes there;
 about twice as long on Zen 4.
 
 The MAC is keyed BLAKE3; its key is derived from the pool's secret and the owner's incarnation, so a valid MAC proves
-knowledge of the secret and is bound to this incarnation. Content is neither encrypted nor authenticated: epochs prove
-its version, and the network is trusted not to alter it. If the network is not trusted, use network-level encryption.
+knowledge of the secret and is bound to this incarnation and to the framing (`tcp_framing`). Without encryption, content
+is not authenticated either: epochs prove its version, and the network is trusted not to alter it.
 """
 
 import secrets
@@ -29,11 +32,10 @@ from blake3 import blake3
 
 from kvferry.core.clock import Clock
 from kvferry.core.ids import Incarnation
+from kvferry.kv.connectors.tcp_framing import PLAIN, SEALED_MAGIC, ByteLink, Framing
 
-_MAGIC = b"kvtcp-2\n"
 _NONCE = 32
 _MAC = 32
-_CONTEXT = "kvferry 2026-11 tcp connector"
 _REQUEST = struct.Struct("<BI")
 _ALIGNMENT = 64
 """Number of bytes of which each message of the owner is a multiple."""
@@ -53,6 +55,11 @@ class Op(IntEnum):
 
 
 _OPS = {op.value: op for op in Op}
+_OTHER_FRAMING = {
+    PLAIN.magic: "the listener does not encrypt, and this worker requires it (kv_encryption)",
+    SEALED_MAGIC: "the listener requires encryption, and this worker does not encrypt (kv_encryption)",
+}
+"""Errors of a reader by the framing of the listener, if it is not the reader's own."""
 
 
 class Status(IntEnum):
@@ -71,61 +78,73 @@ class WireError(OSError):
     """The other side violated the protocol, closed the connection, or has no key of this pool."""
 
 
-def connection_key(secret: bytes, owner: Incarnation) -> bytes:
+def connection_key(secret: bytes, owner: Incarnation, framing: Framing = PLAIN) -> bytes:
     """Derive the key with which both sides of a connection to `owner` authenticate.
 
     Args:
         secret: the pool's secret.
         owner: incarnation of the worker that listens.
+        framing: framing of the connection.
     """
-    return blake3(secret + b"\x1f" + owner.encode(), derive_key_context=_CONTEXT).digest()
+    return blake3(secret + b"\x1f" + owner.encode(), derive_key_context=framing.context).digest()
 
 
-def greet_as_owner(link: socket.socket, keys: Sequence[bytes], clock: Clock, seconds: float) -> None:
-    """Run the owner's side of the handshake.
+def greet_as_owner(
+    link: socket.socket, keys: Sequence[bytes], clock: Clock, seconds: float, framing: Framing = PLAIN
+) -> ByteLink:
+    """Run the owner's side of the handshake; return the connection for requests.
 
     Args:
         link: accepted connection, before any byte was exchanged.
         keys: connection keys, any of which is accepted, so that secrets can be rotated.
         clock: clock of the deadline.
         seconds: time limit of the whole handshake, in seconds.
+        framing: framing of this worker's connections.
 
     Raises:
-        WireError, TimeoutError: the reader has none of the keys, or does not answer in time.
+        WireError, SealError, TimeoutError: the reader has none of the keys, or does not answer in time.
     """
-    mine = secrets.token_bytes(_NONCE)
-    link.sendall(_padded(_MAGIC + mine))
+    greeting = framing.greet()
+    mine = secrets.token_bytes(_NONCE) + greeting.share
+    link.sendall(_padded(framing.magic + mine))
     deadline = clock.monotonic() + seconds
     answer = b""
-    while len(answer) < _NONCE + _MAC:
+    while len(answer) < len(mine) + _MAC:
         answer += receive(link, 1)  # byte by byte, so that an unauthenticated reader cannot exceed the deadline
         if clock.monotonic() > deadline:
             raise TimeoutError("the handshake took too long")
-    theirs, mac = answer[:_NONCE], answer[_NONCE:]
+    theirs, mac = answer[: len(mine)], answer[len(mine) :]
     for key in keys:
         if compare_digest(mac, _mac(key, b"reader", mine, theirs)):
+            opened = greeting.link(link, key, mine, theirs, is_owner=True)
             link.sendall(_padded(_mac(key, b"owner", mine, theirs)))
-            return
+            return opened
     raise WireError("the reader does not have this pool's key")
 
 
-def greet_as_reader(link: socket.socket, key: bytes) -> None:
-    """Run the reader's side of the handshake.
+def greet_as_reader(link: socket.socket, key: bytes, framing: Framing = PLAIN) -> ByteLink:
+    """Run the reader's side of the handshake; return the connection for requests.
 
     Args:
         link: a new connection.
-        key: result of `connection_key`.
+        key: result of `connection_key` for the same framing.
+        framing: framing of this worker's connections.
 
     Raises:
-        WireError, TimeoutError: the listener is not the expected owner, or does not answer in time.
+        WireError, SealError, TimeoutError: the listener is not the expected owner, has another framing, or does not
+            answer in time.
     """
-    if receive(link, len(_MAGIC)) != _MAGIC:
-        raise WireError("the listener does not speak this protocol")
-    theirs = receive(link, padded(len(_MAGIC) + _NONCE) - len(_MAGIC))[:_NONCE]
-    mine = secrets.token_bytes(_NONCE)
+    magic = framing.magic
+    found = receive(link, len(magic))
+    if found != magic:
+        raise WireError(_OTHER_FRAMING.get(found, "the listener does not speak this protocol"))
+    greeting = framing.greet()
+    mine = secrets.token_bytes(_NONCE) + greeting.share
+    theirs = receive(link, padded(len(magic) + len(mine)) - len(magic))[: len(mine)]
     link.sendall(mine + _mac(key, b"reader", theirs, mine))
     if not compare_digest(receive(link, padded(_MAC))[:_MAC], _mac(key, b"owner", theirs, mine)):
         raise WireError("the listener does not have this pool's key")
+    return greeting.link(link, key, theirs, mine, is_owner=False)
 
 
 def block_in_kernel(link: socket.socket, patience: float) -> None:
@@ -143,14 +162,14 @@ def block_in_kernel(link: socket.socket, patience: float) -> None:
     limit_receives(link, patience)
 
 
-def limit_receives(link: socket.socket, patience: float) -> None:
+def limit_receives(link: ByteLink, patience: float) -> None:
     """Make each receive of a connection without a socket time-out of Python wait for at most `patience` seconds,
     rounded up to the kernel's timer tick (1 to 10 ms).
     """
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _interval(patience))
 
 
-def send_request(link: socket.socket, op: Op, ids: Sequence[int], seconds: float) -> None:
+def send_request(link: ByteLink, op: Op, ids: Sequence[int], seconds: float) -> None:
     """Send a request for pages or epochs.
 
     Args:
@@ -176,7 +195,7 @@ def send_request(link: socket.socket, op: Op, ids: Sequence[int], seconds: float
 class Requests:
     """Requests that arrive on a connection, each usually received in one call."""
 
-    def __init__(self, link: socket.socket, max_ids: int) -> None:
+    def __init__(self, link: ByteLink, max_ids: int) -> None:
         """
         Args:
             link: an authenticated connection.
@@ -217,12 +236,12 @@ class Requests:
         return op, struct.unpack_from(f"<{count}I", held, _REQUEST.size)
 
 
-def send_refusal(link: socket.socket) -> None:
+def send_refusal(link: ByteLink) -> None:
     """Send a reply that rejects a request with page ids out of range."""
     link.sendall(_REPLY.pack(Status.REFUSED, 0))
 
 
-def send_epochs(link: socket.socket, epochs: Sequence[int]) -> None:
+def send_epochs(link: ByteLink, epochs: Sequence[int]) -> None:
     """Send a reply with epochs as content."""
     send_reply(link, [memoryview(_padded(struct.pack(f"<{len(epochs)}Q", *epochs)))])
 
@@ -237,7 +256,7 @@ def epochs_of(content: memoryview, count: int) -> list[int]:
     return list(struct.unpack_from(f"<{count}Q", content))
 
 
-def send_reply(link: socket.socket, content: Sequence[memoryview]) -> None:
+def send_reply(link: ByteLink, content: Sequence[memoryview]) -> None:
     """Send a reply with the buffers as content, without copying them.
 
     Args:
@@ -260,7 +279,7 @@ class IncomingReply:
         self.num_received = 0
         """Bytes received so far."""
 
-    def receive_some(self, link: socket.socket, flags: int = 0) -> bool:
+    def receive_some(self, link: ByteLink, flags: int = 0) -> bool:
         """Receive once, at most 8 MiB; return whether the reply is complete.
 
         Head and content are received together, since a call for the head alone would cost as much as a twentieth of a
@@ -294,7 +313,7 @@ class IncomingReply:
             raise WireError(f"the peer's reply has {length} bytes, not {self._size}")
 
 
-def receive(link: socket.socket, size: int) -> bytes:
+def receive(link: ByteLink, size: int) -> bytes:
     """Receive exactly `size` bytes.
 
     Raises:

@@ -51,6 +51,9 @@ class TransportSetup:
     """Host name under which peers reach the worker; if empty, `listen_host`."""
     secrets: tuple[bytes, ...] = ()
     """Shared secrets of the pool, newest first; a peer authenticates with any of them."""
+    encrypts: bool = False
+    """Whether KV is encrypted on its way to another host; a peer of the other mode is refused. No effect on transports
+    whose bytes never leave the host."""
     has_ranks: bool = False
     """Whether other processes of this worker compute with the pages, which must then be in a memory file."""
 
