@@ -3,7 +3,7 @@ rows.
 """
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.engine.schedule.speculation.head_context import MAX_LAG_ROWS, MAX_NEW_ROWS, Floats, HeadContext
@@ -26,13 +26,15 @@ _EVENTS = st.lists(
 
 
 @given(_EVENTS)
+@example([("add", 0, 2), ("take", 0, 0), ("restart", 0, 0), ("add", -2, 1)])  # begins again before the last row
 def test_pending_rows_are_consecutive_and_end_with_the_last_known_one(events: list[tuple[str, int, int]]) -> None:
     context, end = HeadContext(), 0
     for event, number, count in events:
         if event == "add":
             first = max(0, end + number)
+            is_new = first > end or not context.num_read + context.num_pending
             context.add(first, rows(first, first + count))
-            end = max(end, first + count) if first <= end else first + count
+            end = first + count if is_new else max(end, first + count)
             if context.num_read + context.num_pending:
                 assert context.end == end
         elif event == "keep":
