@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from kvferry.core import metrics
-from kvferry.core.metrics import Metric, MetricKind
+from kvferry.core.metrics import all_metrics
+from kvferry.core.metrics.metric import Metric, MetricKind
 from kvferry.gateway.http.openapi.operations import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/kvferry"
 DASHBOARDS = sorted((CHART / "files/dashboards").glob("*.json"))
-TABLE = {metric.name: metric for metric in metrics.ALL}
+TABLE = {metric.name: metric for metric in all_metrics.ALL}
 TARGET_LABELS = {"kvferry_dev_pool", "kvferry_dev_role", "namespace", "pod"}
 """Labels that Prometheus adds from the pods' labels, as the chart's monitors configure."""
 SUFFIXES = {"_bucket": {"le"}, "_sum": set(), "_count": set()}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvferry.core import metrics
-from kvferry.core.metrics import MetricKind
+from kvferry.core.metrics import all_metrics
+from kvferry.core.metrics.metric import MetricKind
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "charts", "tests/cluster", "tests/harness/kube", "tests/harness/pools", "operator")
@@ -22,7 +22,7 @@ PAGES = [
     ),
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
 ]
-TABLE = {metric.name: metric for metric in metrics.ALL}
+TABLE = {metric.name: metric for metric in all_metrics.ALL}
 TARGET_LABELS = {"kvferry_dev_pool", "kvferry_dev_role"}
 """Labels that Prometheus adds from the labels of pods."""
 _NAME = re.compile(r"(?<![\w.])((?:kvferry_|vllm:)[a-z0-9_]+)(?!\w)")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core import metrics
 from kvferry.core.errors import KvferryError
 from kvferry.core.handoffs import LOST, TRIED, HandoffOutcome
-from kvferry.core.metrics import Metric
+from kvferry.core.metrics import all_metrics, gateway_metrics
+from kvferry.core.metrics.metric import Metric
 from kvferry.gateway.batches.states import BatchState
 from kvferry.gateway.decide.cache_map.audit import AuditOutcome
 from kvferry.gateway.decide.cache_map.cache_map import Basis
@@ -22,16 +22,20 @@ from kvferry.v1 import decode_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 EMITTED: Mapping[tuple[str, str], Iterable[str]] = {
-    (metrics.GATEWAY_STREAMS.name, "outcome"): MACHINE.final,
-    (metrics.GATEWAY_ROUTES.name, "reason"): RouteReason,
-    (metrics.GATEWAY_HANDOFFS.name, "outcome"): HandoffOutcome,
-    (metrics.GATEWAY_PROMPT_SOURCES.name, "source"): instruments.SOURCES,
-    (metrics.GATEWAY_CACHE_PREDICTIONS.name, "basis"): Basis,
-    (metrics.GATEWAY_MAP_STATE.name, "state"): set(MapState) - {MapState.GONE},
-    (metrics.GATEWAY_MAP_LOSSES.name, "reason"): LOSSES,
-    (metrics.GATEWAY_MAP_AUDITS.name, "outcome"): {*set(AuditOutcome) - {AuditOutcome.WAIT}, "failed", "stalled"},
-    (metrics.GATEWAY_BATCHES.name, "state"): set(BatchState) - {BatchState.VALIDATING, BatchState.CANCELLING},
-    (metrics.GATEWAY_QUEUE.name, "band"): instruments.BANDS,
+    (gateway_metrics.STREAMS.name, "outcome"): MACHINE.final,
+    (gateway_metrics.ROUTES.name, "reason"): RouteReason,
+    (gateway_metrics.HANDOFFS.name, "outcome"): HandoffOutcome,
+    (gateway_metrics.PROMPT_SOURCES.name, "source"): instruments.SOURCES,
+    (gateway_metrics.CACHE_PREDICTIONS.name, "basis"): Basis,
+    (gateway_metrics.MAP_STATE.name, "state"): set(MapState) - {MapState.GONE},
+    (gateway_metrics.MAP_LOSSES.name, "reason"): LOSSES,
+    (gateway_metrics.MAP_AUDITS.name, "outcome"): {
+        *set(AuditOutcome) - {AuditOutcome.WAIT},
+        "failed",
+        "stalled",
+    },
+    (gateway_metrics.BATCHES.name, "state"): set(BatchState) - {BatchState.VALIDATING, BatchState.CANCELLING},
+    (gateway_metrics.QUEUE.name, "band"): instruments.BANDS,
 }
 """Values by metric and label, for labels whose values have an enumeration in the code."""
 
@@ -42,13 +46,13 @@ def subclasses(kind: type[KvferryError]) -> set[type[KvferryError]]:
 
 
 def test_the_table_has_the_values_of_the_enumerations() -> None:
-    table = {metric.name: metric for metric in metrics.ALL}
+    table = {metric.name: metric for metric in all_metrics.ALL}
     for (name, label), values in EMITTED.items():
         assert set(table[name].values[label]) == set(map(str, values)), f"{label} of {name}"
 
 
 def test_values_belong_to_labels_of_the_metric_and_are_unique() -> None:
-    for metric in metrics.ALL:
+    for metric in all_metrics.ALL:
         for label, values in metric.values.items():
             assert label in metric.labels
             assert len(set(values)) == len(values) > 0, f"{label} of {metric.name}"
@@ -56,7 +60,7 @@ def test_values_belong_to_labels_of_the_metric_and_are_unique() -> None:
 
 def test_each_http_status_of_an_error_is_a_value() -> None:
     statuses = {str(kind.http_status) for kind in subclasses(KvferryError)}
-    assert statuses <= set(metrics.GATEWAY_REQUESTS.values["status"])
+    assert statuses <= set(gateway_metrics.REQUESTS.values["status"])
 
 
 def test_each_reason_of_a_refusal_in_the_code_is_a_value() -> None:
@@ -64,7 +68,7 @@ def test_each_reason_of_a_refusal_in_the_code_is_a_value() -> None:
     gate = (ROOT / "services/kvferry/gateway/admission/flow_gate.py").read_text("utf-8")
     found = set(re.findall(r'over_quota\(tenant, "(\w+)"', quotas))
     found |= set(re.findall(r'"(\w+)"', gate[gate.index("def _reason(") :])) - {"POOL_EMPTY"}
-    assert {*found, "cancelled", "model"} == set(metrics.GATEWAY_REFUSALS.values["reason"])
+    assert {*found, "cancelled", "model"} == set(gateway_metrics.REFUSALS.values["reason"])
 
 
 def test_each_outcome_of_the_protocol_is_an_outcome_of_the_vocabulary() -> None:
@@ -88,7 +92,7 @@ def test_the_chart_and_the_documents_have_the_outcomes_of_the_vocabulary() -> No
 
 
 def test_a_value_outside_of_the_set_is_refused() -> None:
-    metric: Metric = metrics.GATEWAY_MAP_STATE
+    metric: Metric = gateway_metrics.MAP_STATE
     assert metric.checked("any worker", "exact") == ("any worker", "exact")
     with pytest.raises(ValueError, match="label state of kvferry_gateway_cache_map_state has no value 'gone'"):
         metric.checked("any worker", "gone")

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvferry.core import metrics
-from kvferry.core.metrics import Metric
+from kvferry.core.metrics import picker_metrics
+from kvferry.core.metrics.metric import Metric
 from kvferry.picker.decide.choice import Picked
 from kvferry.picker.decide.endpoints import Trust
 from kvferry.picker.decide.exchange import Refusal
@@ -15,17 +15,17 @@ class PickerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._picks = self._counter(metrics.PICKER_PICKS)
-        self._refusals = self._counter(metrics.PICKER_REFUSALS)
-        self._bodies = self._counter(metrics.PICKER_BODIES)
-        self._cached = self._counter(metrics.PICKER_CACHED_TOKENS)
-        self._prompt = self._counter(metrics.PICKER_PROMPT_TOKENS)
-        self._served = self._counter(metrics.PICKER_SERVED)
-        self._scrapes = self._counter(metrics.PICKER_SCRAPES)
-        self._endpoints = self._gauge(metrics.PICKER_ENDPOINTS)
-        self._open = self._gauge(metrics.PICKER_OPEN)
-        self._queued = self._gauge(metrics.PICKER_QUEUED)
-        seconds = metrics.PICKER_SECONDS
+        self._picks = self._counter(picker_metrics.PICKS)
+        self._refusals = self._counter(picker_metrics.REFUSALS)
+        self._bodies = self._counter(picker_metrics.BODIES)
+        self._cached = self._counter(picker_metrics.CACHED_TOKENS)
+        self._prompt = self._counter(picker_metrics.PROMPT_TOKENS)
+        self._served = self._counter(picker_metrics.SERVED)
+        self._scrapes = self._counter(picker_metrics.SCRAPES)
+        self._endpoints = self._gauge(picker_metrics.ENDPOINTS)
+        self._open = self._gauge(picker_metrics.OPEN)
+        self._queued = self._gauge(picker_metrics.QUEUED)
+        seconds = picker_metrics.SECONDS
         self._seconds = Histogram(seconds.name, seconds.help, buckets=seconds.buckets, registry=self.registry)
 
     def read(self, problem: BodyProblem) -> None:

@@ -14,12 +14,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvferry.core import metrics
 from kvferry.core.addresses import join_address, listen_address
 from kvferry.core.causes import ComputeCause
 from kvferry.core.errors import cannot_listen
 from kvferry.core.histogram import Histogram
-from kvferry.core.metrics import Metric
+from kvferry.core.metrics import tls_metrics, vllm_metrics, worker_metrics
+from kvferry.core.metrics.metric import Metric
 from kvferry.engine.engine import Engine
 from kvferry.engine.schedule.speculation.speculation import SpeculationCounts
 from kvferry.rpc.tls.pool_tls import PoolTls
@@ -30,37 +30,45 @@ _ANSWER_SECONDS = 2.0
 
 
 _OWN: tuple[tuple[Metric, str], ...] = (
-    (metrics.WORKER_RUNNING, "running"),
-    (metrics.WORKER_WAITING, "waiting"),
-    (metrics.WORKER_LOADING, "loading"),
-    (metrics.WORKER_BLOCKS, "blocks_total"),
-    (metrics.WORKER_BLOCKS_FREE, "blocks_free"),
-    (metrics.WORKER_QUARANTINED, "blocks_quarantined"),
-    (metrics.WORKER_OFFERED, "tickets_offered"),
-    (metrics.WORKER_CLAIMED, "tickets_claimed"),
-    (metrics.WORKER_TRANSFERS, "transfers"),
-    (metrics.WORKER_OPEN_CALLS, "open_calls"),
-    (metrics.WORKER_EXPORTS, "exports"),
-    (metrics.WORKER_EXPORTED_BLOCKS, "exported_blocks"),
-    (metrics.WORKER_PINS, "pins"),
-    (metrics.WORKER_PINNED_BLOCKS, "blocks_pinned"),
+    (worker_metrics.RUNNING, "running"),
+    (worker_metrics.WAITING, "waiting"),
+    (worker_metrics.LOADING, "loading"),
+    (worker_metrics.BLOCKS, "blocks_total"),
+    (worker_metrics.BLOCKS_FREE, "blocks_free"),
+    (worker_metrics.QUARANTINED, "blocks_quarantined"),
+    (worker_metrics.OFFERED, "tickets_offered"),
+    (worker_metrics.CLAIMED, "tickets_claimed"),
+    (worker_metrics.TRANSFERS, "transfers"),
+    (worker_metrics.OPEN_CALLS, "open_calls"),
+    (worker_metrics.EXPORTS, "exports"),
+    (worker_metrics.EXPORTED_BLOCKS, "exported_blocks"),
+    (worker_metrics.PINS, "pins"),
+    (worker_metrics.PINNED_BLOCKS, "blocks_pinned"),
 )
 
 
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
 _COUNTERS: tuple[tuple[Metric, Metric | None, Callable[[Engine], int]], ...] = (
-    (metrics.WORKER_STEPS, None, lambda e: e.statistics.num_steps),
-    (metrics.WORKER_PREEMPTIONS, metrics.VLLM_PREEMPTIONS, lambda e: e.scheduler.num_preemptions),
-    (metrics.WORKER_PREFIX_QUERIED, metrics.VLLM_PREFIX_QUERIES, lambda e: e.scheduler.admission.num_queried_tokens),
-    (metrics.WORKER_PREFIX_HIT, metrics.VLLM_PREFIX_HITS, lambda e: e.scheduler.admission.num_hit_tokens),
-    (metrics.WORKER_PROMPT_TOKENS, metrics.VLLM_PROMPT_TOKENS, lambda e: e.statistics.num_prompt_tokens),
-    (metrics.WORKER_OUTPUT_TOKENS, metrics.VLLM_OUTPUT_TOKENS, lambda e: e.statistics.num_output_tokens),
-    (metrics.WORKER_FINISHED, metrics.VLLM_FINISHED, lambda e: e.statistics.num_finished),
-    (metrics.WORKER_LATE_MASKS, None, lambda e: 0 if e.masks is None else e.masks.num_late),
-    (metrics.WORKER_DRAFTS, metrics.VLLM_DRAFTS, lambda e: _counts(e).num_drafts),
-    (metrics.WORKER_DRAFT_TOKENS, metrics.VLLM_DRAFT_TOKENS, lambda e: _counts(e).num_draft_tokens),
-    (metrics.WORKER_ACCEPTED_TOKENS, metrics.VLLM_ACCEPTED_TOKENS, lambda e: _counts(e).num_accepted_tokens),
+    (worker_metrics.STEPS, None, lambda e: e.statistics.num_steps),
+    (worker_metrics.PREEMPTIONS, vllm_metrics.PREEMPTIONS, lambda e: e.scheduler.num_preemptions),
+    (
+        worker_metrics.PREFIX_QUERIED,
+        vllm_metrics.PREFIX_QUERIES,
+        lambda e: e.scheduler.admission.num_queried_tokens,
+    ),
+    (worker_metrics.PREFIX_HIT, vllm_metrics.PREFIX_HITS, lambda e: e.scheduler.admission.num_hit_tokens),
+    (worker_metrics.PROMPT_TOKENS, vllm_metrics.PROMPT_TOKENS, lambda e: e.statistics.num_prompt_tokens),
+    (worker_metrics.OUTPUT_TOKENS, vllm_metrics.OUTPUT_TOKENS, lambda e: e.statistics.num_output_tokens),
+    (worker_metrics.FINISHED, vllm_metrics.FINISHED, lambda e: e.statistics.num_finished),
+    (worker_metrics.LATE_MASKS, None, lambda e: 0 if e.masks is None else e.masks.num_late),
+    (worker_metrics.DRAFTS, vllm_metrics.DRAFTS, lambda e: _counts(e).num_drafts),
+    (worker_metrics.DRAFT_TOKENS, vllm_metrics.DRAFT_TOKENS, lambda e: _counts(e).num_draft_tokens),
+    (
+        worker_metrics.ACCEPTED_TOKENS,
+        vllm_metrics.ACCEPTED_TOKENS,
+        lambda e: _counts(e).num_accepted_tokens,
+    ),
 )
 """Counters of an engine: metric per worker, metric for the sum under vLLM's name, and the value's attribute."""
 
@@ -72,23 +80,39 @@ def _counts(engine: Engine) -> SpeculationCounts:
 
 
 _HISTOGRAMS: tuple[tuple[Metric, Metric | None, Callable[[Engine], Histogram | None]], ...] = (
-    (metrics.WORKER_STEP_TOKENS, metrics.VLLM_STEP_TOKENS, lambda e: e.statistics.step_tokens),
-    (metrics.WORKER_STEP_SEQUENCES, None, lambda e: e.statistics.step_sequences),
-    (metrics.WORKER_QUEUE_SECONDS, metrics.VLLM_QUEUE_SECONDS, lambda e: e.statistics.queue_seconds),
-    (metrics.WORKER_PREFILL_SECONDS, metrics.VLLM_PREFILL_SECONDS, lambda e: e.statistics.prefill_seconds),
-    (metrics.WORKER_FIRST_TOKEN_SECONDS, metrics.VLLM_FIRST_TOKEN_SECONDS, lambda e: e.statistics.first_token_seconds),
-    (metrics.WORKER_INTER_TOKEN_SECONDS, metrics.VLLM_INTER_TOKEN_SECONDS, lambda e: e.statistics.inter_token_seconds),
-    (metrics.WORKER_REQUEST_SECONDS, metrics.VLLM_REQUEST_SECONDS, lambda e: e.statistics.request_seconds),
-    (metrics.WORKER_DECODE_SECONDS, metrics.VLLM_DECODE_SECONDS, lambda e: e.statistics.decode_seconds),
+    (worker_metrics.STEP_TOKENS, vllm_metrics.STEP_TOKENS, lambda e: e.statistics.step_tokens),
+    (worker_metrics.STEP_SEQUENCES, None, lambda e: e.statistics.step_sequences),
+    (worker_metrics.QUEUE_SECONDS, vllm_metrics.QUEUE_SECONDS, lambda e: e.statistics.queue_seconds),
+    (worker_metrics.PREFILL_SECONDS, vllm_metrics.PREFILL_SECONDS, lambda e: e.statistics.prefill_seconds),
     (
-        metrics.WORKER_OUTPUT_TOKEN_SECONDS,
-        metrics.VLLM_OUTPUT_TOKEN_SECONDS,
+        worker_metrics.FIRST_TOKEN_SECONDS,
+        vllm_metrics.FIRST_TOKEN_SECONDS,
+        lambda e: e.statistics.first_token_seconds,
+    ),
+    (
+        worker_metrics.INTER_TOKEN_SECONDS,
+        vllm_metrics.INTER_TOKEN_SECONDS,
+        lambda e: e.statistics.inter_token_seconds,
+    ),
+    (worker_metrics.REQUEST_SECONDS, vllm_metrics.REQUEST_SECONDS, lambda e: e.statistics.request_seconds),
+    (worker_metrics.DECODE_SECONDS, vllm_metrics.DECODE_SECONDS, lambda e: e.statistics.decode_seconds),
+    (
+        worker_metrics.OUTPUT_TOKEN_SECONDS,
+        vllm_metrics.OUTPUT_TOKEN_SECONDS,
         lambda e: e.statistics.output_token_seconds,
     ),
-    (metrics.WORKER_REQUEST_PROMPT_TOKENS, metrics.VLLM_REQUEST_PROMPT_TOKENS, lambda e: e.statistics.prompt_lengths),
-    (metrics.WORKER_REQUEST_OUTPUT_TOKENS, metrics.VLLM_REQUEST_OUTPUT_TOKENS, lambda e: e.statistics.output_lengths),
-    (metrics.WORKER_COMPILE_SECONDS, None, lambda e: None if e.masks is None else e.masks.compile_seconds),
-    (metrics.WORKER_MASK_SECONDS, None, lambda e: None if e.masks is None else e.masks.mask_seconds),
+    (
+        worker_metrics.REQUEST_PROMPT_TOKENS,
+        vllm_metrics.REQUEST_PROMPT_TOKENS,
+        lambda e: e.statistics.prompt_lengths,
+    ),
+    (
+        worker_metrics.REQUEST_OUTPUT_TOKENS,
+        vllm_metrics.REQUEST_OUTPUT_TOKENS,
+        lambda e: e.statistics.output_lengths,
+    ),
+    (worker_metrics.COMPILE_SECONDS, None, lambda e: None if e.masks is None else e.masks.compile_seconds),
+    (worker_metrics.MASK_SECONDS, None, lambda e: None if e.masks is None else e.masks.mask_seconds),
 )
 """Histograms of an engine: metric per worker, metric for the sum under vLLM's name, and the value's attribute."""
 
@@ -112,9 +136,9 @@ def engine_families(model: str, engines: Sequence[tuple[str, Engine]]) -> Iterat
             yield _histogram(alias, [(model, each) for _, each in found])
     yield from _prompt_sources(engines)
     by_worker = [(worker, _counts(engine).accepted_by_position) for worker, engine in engines]
-    yield _by_position(metrics.WORKER_ACCEPTED_BY_POSITION, by_worker)
+    yield _by_position(worker_metrics.ACCEPTED_BY_POSITION, by_worker)
     summed = [sum(counts) for counts in zip(*(counts for _, counts in by_worker), strict=True)]
-    yield _by_position(metrics.VLLM_ACCEPTED_BY_POSITION, [(model, summed)])
+    yield _by_position(vllm_metrics.ACCEPTED_BY_POSITION, [(model, summed)])
 
 
 def families(units: Sequence[StatusResponse]) -> Iterator[GaugeMetricFamily]:
@@ -122,15 +146,15 @@ def families(units: Sequence[StatusResponse]) -> Iterator[GaugeMetricFamily]:
     for metric, field in _OWN:
         yield _by_worker(metric, [(u.identity.worker_id, getattr(u.load, field)) for u in units])
     ready = [(u.identity.worker_id, u.ready and not u.draining) for u in units]
-    yield _by_worker(metrics.WORKER_READY, ready)
+    yield _by_worker(worker_metrics.READY, ready)
     loads = [u.load for u in units]
     model = [units[0].model]
     total = sum(load.blocks_total for load in loads)
     free = sum(load.blocks_free for load in loads)
-    yield _gauge(metrics.VLLM_WAITING, model, sum(load.waiting + load.loading for load in loads))
-    yield _gauge(metrics.VLLM_RUNNING, model, sum(load.running for load in loads))
-    yield _gauge(metrics.VLLM_CACHE_USAGE, model, 1 - free / total if total else 0.0)
-    yield _gauge(metrics.VLLM_CACHE_CONFIG, [*model, str(units[0].block_tokens), str(total)], 1)
+    yield _gauge(vllm_metrics.WAITING, model, sum(load.waiting + load.loading for load in loads))
+    yield _gauge(vllm_metrics.RUNNING, model, sum(load.running for load in loads))
+    yield _gauge(vllm_metrics.CACHE_USAGE, model, 1 - free / total if total else 0.0)
+    yield _gauge(vllm_metrics.CACHE_CONFIG, [*model, str(units[0].block_tokens), str(total)], 1)
 
 
 class MetricsPage:
@@ -188,9 +212,9 @@ class _FromUnits(Collector):
         units = future.result(_ANSWER_SECONDS)
         yield from families(units)
         loads = [(u.identity.worker_id, self._load_seconds) for u in units]
-        yield _by_worker(metrics.WORKER_LOAD_SECONDS, loads)
+        yield _by_worker(worker_metrics.LOAD_SECONDS, loads)
         if self._tls is not None:
-            yield _gauge(metrics.TLS_NOT_AFTER, ["pool"], self._tls.not_after)
+            yield _gauge(tls_metrics.NOT_AFTER, ["pool"], self._tls.not_after)
         engines = [(u.identity.worker_id, unit.engine) for u, unit in zip(units, self._units, strict=True)]
         yield from engine_families(units[0].model, engines)
 
@@ -225,18 +249,20 @@ def _by_position(metric: Metric, values: Sequence[tuple[str, Sequence[int]]]) ->
 def _prompt_sources(engines: Sequence[tuple[str, Engine]]) -> Iterator[CounterMetricFamily]:
     """Return the counters of prompt tokens: the computed ones by cause, the others by source."""
     computed = CounterMetricFamily(
-        metrics.WORKER_COMPUTED_TOKENS.name,
-        metrics.WORKER_COMPUTED_TOKENS.help,
-        labels=metrics.WORKER_COMPUTED_TOKENS.labels,
+        worker_metrics.COMPUTED_TOKENS.name,
+        worker_metrics.COMPUTED_TOKENS.help,
+        labels=worker_metrics.COMPUTED_TOKENS.labels,
     )
     reused = CounterMetricFamily(
-        metrics.WORKER_REUSED_TOKENS.name, metrics.WORKER_REUSED_TOKENS.help, labels=metrics.WORKER_REUSED_TOKENS.labels
+        worker_metrics.REUSED_TOKENS.name,
+        worker_metrics.REUSED_TOKENS.help,
+        labels=worker_metrics.REUSED_TOKENS.labels,
     )
     for worker, engine in engines:
         totals = engine.scheduler.accounts.totals
-        for cause in metrics.WORKER_COMPUTED_TOKENS.values["cause"]:
+        for cause in worker_metrics.COMPUTED_TOKENS.values["cause"]:
             computed.add_metric([worker, cause], totals.computed[ComputeCause(cause)])
-        for source in metrics.WORKER_REUSED_TOKENS.values["source"]:
+        for source in worker_metrics.REUSED_TOKENS.values["source"]:
             reused.add_metric([worker, source], getattr(totals, source))
     yield computed
     yield reused

@@ -14,8 +14,8 @@ import yaml
 
 from kvferry.cli.main import main as command_line
 from kvferry.core import errors as core_errors
-from kvferry.core import metrics
 from kvferry.core.errors import KvferryError
+from kvferry.core.metrics import all_metrics
 from kvferry.gateway.http import admin_api
 from kvferry.gateway.http.openapi.operations import OPERATIONS
 from kvferry.operator.pool import names as kubernetes
@@ -59,7 +59,7 @@ def calls() -> Iterator[str]:
 
 def metric_names() -> Iterator[str]:
     """Yield each metric with its type and labels."""
-    for metric in metrics.ALL:
+    for metric in all_metrics.ALL:
         yield f"{metric.name} {metric.kind}{''.join(f' {label}' for label in metric.labels)}"
 
 

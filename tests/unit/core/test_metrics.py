@@ -1,4 +1,5 @@
-from kvferry.core.metrics import ALL, MetricKind
+from kvferry.core.metrics.all_metrics import ALL
+from kvferry.core.metrics.metric import MetricKind
 
 
 def test_names_are_unique_and_contain_their_unit():

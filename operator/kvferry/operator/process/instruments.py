@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvferry.core import metrics
 from kvferry.core.clock import Clock
-from kvferry.core.metrics import Metric
+from kvferry.core.metrics import operator_metrics
+from kvferry.core.metrics.metric import Metric
 from kvferry.operator.api import KubeApi
 from kvferry.operator.plan.process.work_queue import WorkQueue
 from kvferry.operator.pool.facts import Key
@@ -26,10 +26,12 @@ class OperatorInstruments:
             return metric.name, metric.help, metric.labels
 
         self.reconcile_seconds = Histogram(
-            *named(metrics.OPERATOR_RECONCILE), registry=self.registry, buckets=metrics.OPERATOR_RECONCILE.buckets
+            *named(operator_metrics.RECONCILE),
+            registry=self.registry,
+            buckets=operator_metrics.RECONCILE.buckets,
         )
-        self.failures = Counter(*named(metrics.OPERATOR_FAILURES), registry=self.registry)
-        self.leads = Gauge(*named(metrics.OPERATOR_LEADS), registry=self.registry)
+        self.failures = Counter(*named(operator_metrics.FAILURES), registry=self.registry)
+        self.leads = Gauge(*named(operator_metrics.LEADS), registry=self.registry)
         self.registry.register(_Calls(api, queue, clock))
 
 
@@ -43,11 +45,13 @@ class _Calls(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         calls = CounterMetricFamily(
-            metrics.OPERATOR_CALLS.name, metrics.OPERATOR_CALLS.help, labels=metrics.OPERATOR_CALLS.labels
+            operator_metrics.CALLS.name,
+            operator_metrics.CALLS.help,
+            labels=operator_metrics.CALLS.labels,
         )
         for counted, n in dict(self._api.num_calls).items():
             calls.add_metric(counted.split(" "), n)
         yield calls
-        waiting = GaugeMetricFamily(metrics.OPERATOR_QUEUE.name, metrics.OPERATOR_QUEUE.help)
+        waiting = GaugeMetricFamily(operator_metrics.QUEUE.name, operator_metrics.QUEUE.help)
         waiting.add_metric([], self._queue.num_waiting(self._clock.monotonic()))
         yield waiting

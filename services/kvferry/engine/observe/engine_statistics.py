@@ -8,10 +8,10 @@ arrive ── queue ──► start ── prefill ──► first token ── 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.core import metrics
 from kvferry.core.histogram import Histogram
 from kvferry.core.ids import RequestId
-from kvferry.core.metrics import Metric
+from kvferry.core.metrics import worker_metrics
+from kvferry.core.metrics.metric import Metric
 from kvferry.engine.schedule.step.kv_jobs import SequenceUpdate
 from kvferry.engine.schedule.step.step import StepPlan
 
@@ -42,17 +42,17 @@ class EngineStatistics:
     """Prompt tokens of all requests that started."""
     num_output_tokens: int = 0
     num_finished: int = 0
-    step_tokens: Histogram = field(default_factory=lambda: _of(metrics.WORKER_STEP_TOKENS))
-    step_sequences: Histogram = field(default_factory=lambda: _of(metrics.WORKER_STEP_SEQUENCES))
-    queue_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_QUEUE_SECONDS))
-    prefill_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_PREFILL_SECONDS))
-    first_token_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_FIRST_TOKEN_SECONDS))
-    inter_token_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_INTER_TOKEN_SECONDS))
-    request_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_REQUEST_SECONDS))
-    decode_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_DECODE_SECONDS))
-    output_token_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_OUTPUT_TOKEN_SECONDS))
-    prompt_lengths: Histogram = field(default_factory=lambda: _of(metrics.WORKER_REQUEST_PROMPT_TOKENS))
-    output_lengths: Histogram = field(default_factory=lambda: _of(metrics.WORKER_REQUEST_OUTPUT_TOKENS))
+    step_tokens: Histogram = field(default_factory=lambda: _of(worker_metrics.STEP_TOKENS))
+    step_sequences: Histogram = field(default_factory=lambda: _of(worker_metrics.STEP_SEQUENCES))
+    queue_seconds: Histogram = field(default_factory=lambda: _of(worker_metrics.QUEUE_SECONDS))
+    prefill_seconds: Histogram = field(default_factory=lambda: _of(worker_metrics.PREFILL_SECONDS))
+    first_token_seconds: Histogram = field(default_factory=lambda: _of(worker_metrics.FIRST_TOKEN_SECONDS))
+    inter_token_seconds: Histogram = field(default_factory=lambda: _of(worker_metrics.INTER_TOKEN_SECONDS))
+    request_seconds: Histogram = field(default_factory=lambda: _of(worker_metrics.REQUEST_SECONDS))
+    decode_seconds: Histogram = field(default_factory=lambda: _of(worker_metrics.DECODE_SECONDS))
+    output_token_seconds: Histogram = field(default_factory=lambda: _of(worker_metrics.OUTPUT_TOKEN_SECONDS))
+    prompt_lengths: Histogram = field(default_factory=lambda: _of(worker_metrics.REQUEST_PROMPT_TOKENS))
+    output_lengths: Histogram = field(default_factory=lambda: _of(worker_metrics.REQUEST_OUTPUT_TOKENS))
     _times: dict[RequestId, _Times] = field(default_factory=dict)
 
     def arrive(self, request_id: RequestId, num_prompt: int, now: float) -> None:

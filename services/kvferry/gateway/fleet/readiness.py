@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvferry.core import metrics
 from kvferry.core.clock import Clock
-from kvferry.core.metrics import Metric, MetricKind
+from kvferry.core.metrics import gateway_metrics, vllm_metrics, worker_metrics
+from kvferry.core.metrics.metric import Metric, MetricKind
 from kvferry.gateway.decide.flow.capacity import CLOSED, UNBOUNDED, Room, room, step_slots
 from kvferry.gateway.decide.routing.holding import Holding
 from kvferry.gateway.decide.routing.prefix_hash import PrefixHash
@@ -20,14 +20,14 @@ from kvferry.gateway.fleet.waking import Waker
 
 MetricFamily = CounterMetricFamily | GaugeMetricFamily
 _TIER_FIELDS: tuple[tuple[Metric, str], ...] = (
-    (metrics.TIER_HELD, "bytes_held"),
-    (metrics.TIER_HITS, "hits"),
-    (metrics.TIER_MISSES, "misses"),
-    (metrics.TIER_LOADED, "bytes_loaded"),
-    (metrics.TIER_LOAD_SECONDS, "load_seconds"),
-    (metrics.TIER_STORED, "bytes_stored"),
-    (metrics.TIER_FAILURES, "failures"),
-    (metrics.TIER_DROPPED, "dropped"),
+    (worker_metrics.TIER_HELD, "bytes_held"),
+    (worker_metrics.TIER_HITS, "hits"),
+    (worker_metrics.TIER_MISSES, "misses"),
+    (worker_metrics.TIER_LOADED, "bytes_loaded"),
+    (worker_metrics.TIER_LOAD_SECONDS, "load_seconds"),
+    (worker_metrics.TIER_STORED, "bytes_stored"),
+    (worker_metrics.TIER_FAILURES, "failures"),
+    (worker_metrics.TIER_DROPPED, "dropped"),
 )
 
 
@@ -61,24 +61,24 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[MetricFamily]:
         views = self._fleet.views()
-        workers = _gauge(metrics.GATEWAY_WORKERS)
+        workers = _gauge(gateway_metrics.WORKERS)
         for role in ("prefill", "decode", "both"):
             of_role = [view for view in views if view.role == role]
             num_ready = sum(view.takes_work for view in of_role)
-            workers.add_metric(metrics.GATEWAY_WORKERS.checked(role, "ready"), num_ready)
-            workers.add_metric(metrics.GATEWAY_WORKERS.checked(role, "out"), len(of_role) - num_ready)
+            workers.add_metric(gateway_metrics.WORKERS.checked(role, "ready"), num_ready)
+            workers.add_metric(gateway_metrics.WORKERS.checked(role, "out"), len(of_role) - num_ready)
         yield workers
         total = sum(view.load.blocks_total for view in views)
         free = sum(view.load.blocks_free for view in views)
         for metric, value in (
-            (metrics.VLLM_WAITING, sum(view.load.waiting + view.load.loading for view in views)),
-            (metrics.VLLM_RUNNING, sum(view.load.running for view in views)),
-            (metrics.VLLM_CACHE_USAGE, 1 - free / total if total else 0.0),
+            (vllm_metrics.WAITING, sum(view.load.waiting + view.load.loading for view in views)),
+            (vllm_metrics.RUNNING, sum(view.load.running for view in views)),
+            (vllm_metrics.CACHE_USAGE, 1 - free / total if total else 0.0),
         ):
             gauge = _gauge(metric)
             gauge.add_metric([self._model], value)
             yield gauge
-        quarantined = _gauge(metrics.WORKER_QUARANTINED)
+        quarantined = _gauge(worker_metrics.QUARANTINED)
         for view in views:
             quarantined.add_metric([view.endpoint.address], view.load.blocks_quarantined)
         yield quarantined
@@ -87,10 +87,10 @@ class FleetCollector(Collector):
 
     def _generation(self, views: Sequence[WorkerView]) -> Iterator[MetricFamily]:
         pause = self._fleet.rule.pause
-        paused = _gauge(metrics.GATEWAY_PAUSED)
+        paused = _gauge(gateway_metrics.PAUSED)
         paused.add_metric((), 0.0 if pause.mode is None else max(0.0, self._clock.wall() - pause.since))
         yield paused
-        weights = _gauge(metrics.GATEWAY_WEIGHTS)
+        weights = _gauge(gateway_metrics.WEIGHTS)
         for view in views:
             weights.add_metric([view.endpoint.address, view.weights.version], 1)
         yield weights
@@ -116,11 +116,14 @@ class PoolCollector(Collector):
 
     def collect(self) -> Iterator[MetricFamily]:
         is_stale = self._membership.state.state in (Knowledge.STALE, Knowledge.UNKNOWN)
-        for metric, value in ((metrics.GATEWAY_STALE, float(is_stale)), (metrics.GATEWAY_HELD, self._holding.num_held)):
+        for metric, value in (
+            (gateway_metrics.STALE, float(is_stale)),
+            (gateway_metrics.HELD, self._holding.num_held),
+        ):
             gauge = _gauge(metric)
             gauge.add_metric((), value)
             yield gauge
-        wakes = CounterMetricFamily(metrics.GATEWAY_WAKES.name, metrics.GATEWAY_WAKES.help)
+        wakes = CounterMetricFamily(gateway_metrics.WAKES.name, gateway_metrics.WAKES.help)
         wakes.add_metric((), 0 if self._waker is None else self._waker.num_wakes)
         yield wakes
 

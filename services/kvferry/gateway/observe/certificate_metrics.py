@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvferry.core import metrics
+from kvferry.core.metrics import tls_metrics
 
 
 class HasExpiry(Protocol):
@@ -33,7 +33,7 @@ class CertificateCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         if self._certificates:
-            metric = metrics.TLS_NOT_AFTER
+            metric = tls_metrics.NOT_AFTER
             gauge = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
             for use, certificate in self._certificates.items():
                 gauge.add_metric(metric.checked(use), certificate.not_after)

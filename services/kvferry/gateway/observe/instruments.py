@@ -1,4 +1,4 @@
-"""The gateway's metrics, created from the table in `core.metrics`; each gateway has its own registry.
+"""The gateway's metrics, created from the table in `core.metrics.gateway_metrics`; each gateway has its own registry.
 
 Counters by tenant have a bounded number of labels.
 """
@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvferry.core import metrics
 from kvferry.core.errors import TicketRejected
 from kvferry.core.handoffs import HandoffOutcome
 from kvferry.core.inference.chunks import KvReport, Timing, Usage
-from kvferry.core.metrics import Metric
+from kvferry.core.metrics import gateway_metrics
+from kvferry.core.metrics.metric import Metric
 from kvferry.gateway.decide.flow.controller import FlowController, QueueSize
 from kvferry.gateway.decide.lifecycle.ledger import Ledger
 from kvferry.gateway.decide.lifecycle.prompt_sources import prompt_sources
@@ -59,48 +59,48 @@ class GatewayInstruments:
         self.registry = CollectorRegistry() if registry is None else registry
         self.ledger = Ledger()
         """Tokens by tenant and adapter."""
-        self.requests = self._counter(metrics.GATEWAY_REQUESTS)
-        self.streams = self._counter(metrics.GATEWAY_STREAMS)
-        self.streams_open = self._gauge(metrics.GATEWAY_STREAMS_OPEN)
-        self.routes = self._counter(metrics.GATEWAY_ROUTES)
-        self.retries = self._counter(metrics.GATEWAY_RETRIES)
-        self.resumes = self._counter(metrics.GATEWAY_RESUMES)
-        self.reconnections = self._counter(metrics.GATEWAY_RECONNECTIONS)
-        self.stream_record_failures = self._counter(metrics.GATEWAY_RECORD_FAILURES)
-        self.response_store_failures = self._counter(metrics.GATEWAY_RESPONSE_FAILURES)
-        self.stream_record_bytes = self._counter(metrics.GATEWAY_RECORD_BYTES)
-        self.file_store_failures = self._counter(metrics.GATEWAY_FILE_FAILURES)
-        self.state_calls = self._counter(metrics.GATEWAY_STATE_CALLS)
-        self.quota_wait_seconds = self._histogram(metrics.GATEWAY_STATE_SECONDS)
-        self.quotas_alone = self._gauge(metrics.GATEWAY_STATE_ALONE)
-        self.releases = self._counter(metrics.GATEWAY_RELEASES)
-        self.handoffs = self._counter(metrics.GATEWAY_HANDOFFS)
-        self.retentions = self._counter(metrics.GATEWAY_RETENTIONS)
-        self.kv_decisions = self._counter(metrics.GATEWAY_KV_DECISIONS)
-        self.predictions = self._counter(metrics.GATEWAY_CACHE_PREDICTIONS)
-        self.predicted_tokens = self._counter(metrics.GATEWAY_CACHE_PREDICTED)
-        self.overpredicted_tokens = self._counter(metrics.GATEWAY_CACHE_OVERPREDICTED)
-        self.underpredicted_tokens = self._counter(metrics.GATEWAY_CACHE_UNDERPREDICTED)
-        self.prompt_tokens = self._counter(metrics.GATEWAY_PROMPT_TOKENS)
-        self.cached_tokens = self._counter(metrics.GATEWAY_CACHED_TOKENS)
-        self.prompt_source_tokens = self._counter(metrics.GATEWAY_PROMPT_SOURCES)
-        self.computed_tokens = self._counter(metrics.GATEWAY_COMPUTED_TOKENS)
-        self.seen_tokens = self._counter(metrics.GATEWAY_SEEN_TOKENS)
-        self.seen_exact = self._gauge(metrics.GATEWAY_SEEN_EXACT)
+        self.requests = self._counter(gateway_metrics.REQUESTS)
+        self.streams = self._counter(gateway_metrics.STREAMS)
+        self.streams_open = self._gauge(gateway_metrics.STREAMS_OPEN)
+        self.routes = self._counter(gateway_metrics.ROUTES)
+        self.retries = self._counter(gateway_metrics.RETRIES)
+        self.resumes = self._counter(gateway_metrics.RESUMES)
+        self.reconnections = self._counter(gateway_metrics.RECONNECTIONS)
+        self.stream_record_failures = self._counter(gateway_metrics.RECORD_FAILURES)
+        self.response_store_failures = self._counter(gateway_metrics.RESPONSE_FAILURES)
+        self.stream_record_bytes = self._counter(gateway_metrics.RECORD_BYTES)
+        self.file_store_failures = self._counter(gateway_metrics.FILE_FAILURES)
+        self.state_calls = self._counter(gateway_metrics.STATE_CALLS)
+        self.quota_wait_seconds = self._histogram(gateway_metrics.STATE_SECONDS)
+        self.quotas_alone = self._gauge(gateway_metrics.STATE_ALONE)
+        self.releases = self._counter(gateway_metrics.RELEASES)
+        self.handoffs = self._counter(gateway_metrics.HANDOFFS)
+        self.retentions = self._counter(gateway_metrics.RETENTIONS)
+        self.kv_decisions = self._counter(gateway_metrics.KV_DECISIONS)
+        self.predictions = self._counter(gateway_metrics.CACHE_PREDICTIONS)
+        self.predicted_tokens = self._counter(gateway_metrics.CACHE_PREDICTED)
+        self.overpredicted_tokens = self._counter(gateway_metrics.CACHE_OVERPREDICTED)
+        self.underpredicted_tokens = self._counter(gateway_metrics.CACHE_UNDERPREDICTED)
+        self.prompt_tokens = self._counter(gateway_metrics.PROMPT_TOKENS)
+        self.cached_tokens = self._counter(gateway_metrics.CACHED_TOKENS)
+        self.prompt_source_tokens = self._counter(gateway_metrics.PROMPT_SOURCES)
+        self.computed_tokens = self._counter(gateway_metrics.COMPUTED_TOKENS)
+        self.seen_tokens = self._counter(gateway_metrics.SEEN_TOKENS)
+        self.seen_exact = self._gauge(gateway_metrics.SEEN_EXACT)
         self.seen_exact.set(1)
-        self.handoff_tokens = self._counter(metrics.GATEWAY_HANDOFF_TOKENS)
-        self.output_tokens = self._counter(metrics.GATEWAY_OUTPUT_TOKENS)
-        self.first_token_seconds = self._histogram(metrics.GATEWAY_FIRST_TOKEN_SECONDS)
-        self.token_gap_seconds = self._histogram(metrics.GATEWAY_INTER_TOKEN_SECONDS)
-        self.stream_seconds = self._histogram(metrics.GATEWAY_STREAM_SECONDS)
-        self.handoff_seconds = self._histogram(metrics.GATEWAY_HANDOFF_SECONDS)
-        self.queue_seconds = self._histogram(metrics.GATEWAY_QUEUE_SECONDS)
-        self.refusals = self._counter(metrics.GATEWAY_REFUSALS)
-        self.ignored_fields = self._counter(metrics.GATEWAY_IGNORED_FIELDS)
-        self.tenant_requests = self._counter(metrics.GATEWAY_TENANT_REQUESTS)
-        self.tenant_tokens = self._counter(metrics.GATEWAY_TENANT_TOKENS)
-        self.batch_lines = self._counter(metrics.GATEWAY_BATCH_LINES)
-        self.batches = self._counter(metrics.GATEWAY_BATCHES)
+        self.handoff_tokens = self._counter(gateway_metrics.HANDOFF_TOKENS)
+        self.output_tokens = self._counter(gateway_metrics.OUTPUT_TOKENS)
+        self.first_token_seconds = self._histogram(gateway_metrics.FIRST_TOKEN_SECONDS)
+        self.token_gap_seconds = self._histogram(gateway_metrics.INTER_TOKEN_SECONDS)
+        self.stream_seconds = self._histogram(gateway_metrics.STREAM_SECONDS)
+        self.handoff_seconds = self._histogram(gateway_metrics.HANDOFF_SECONDS)
+        self.queue_seconds = self._histogram(gateway_metrics.QUEUE_SECONDS)
+        self.refusals = self._counter(gateway_metrics.REFUSALS)
+        self.ignored_fields = self._counter(gateway_metrics.IGNORED_FIELDS)
+        self.tenant_requests = self._counter(gateway_metrics.TENANT_REQUESTS)
+        self.tenant_tokens = self._counter(gateway_metrics.TENANT_TOKENS)
+        self.batch_lines = self._counter(gateway_metrics.BATCH_LINES)
+        self.batches = self._counter(gateway_metrics.BATCHES)
 
     def tokens_arrived(self, count: int, first_token_seconds: float | None) -> None:
         """Record output tokens of a sample when they arrive.
@@ -300,11 +300,14 @@ class QueueCollector(Collector):
             total = sizes[band_label(priority)]
             total.requests += size.requests
             total.num_bytes += size.num_bytes
-        for metric, field in ((metrics.GATEWAY_QUEUE, "requests"), (metrics.GATEWAY_QUEUE_BYTES, "num_bytes")):
+        for metric, field in (
+            (gateway_metrics.QUEUE, "requests"),
+            (gateway_metrics.QUEUE_BYTES, "num_bytes"),
+        ):
             family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
             for label, size in sizes.items():
                 family.add_metric(metric.checked(label), getattr(size, field))
             yield family
-        running = GaugeMetricFamily(metrics.GATEWAY_DISPATCHED.name, metrics.GATEWAY_DISPATCHED.help)
+        running = GaugeMetricFamily(gateway_metrics.DISPATCHED.name, gateway_metrics.DISPATCHED.help)
         running.add_metric((), self._controller.num_dispatched)
         yield running

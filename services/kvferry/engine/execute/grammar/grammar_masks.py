@@ -19,11 +19,11 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvferry.core import metrics
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
 from kvferry.core.errors import KvferryError
 from kvferry.core.histogram import Histogram
+from kvferry.core.metrics import worker_metrics
 from kvferry.engine.execute.grammar.wait_budget import LATE_SECONDS, LATE_SHARE, WaitBudget
 from kvferry.engine.schedule.step.token_mask import Bits
 from kvferry.text.grammar.compiler import GrammarCompiler
@@ -66,9 +66,9 @@ class GrammarMasks:
         self._compiler = compiler
         self._clock = clock or SystemClock()
         self._waits = WaitBudget(late_seconds, late_share)
-        self.compile_seconds = Histogram(metrics.WORKER_COMPILE_SECONDS.buckets)
+        self.compile_seconds = Histogram(worker_metrics.COMPILE_SECONDS.buckets)
         """Durations until the first mask of a sequence."""
-        self.mask_seconds = Histogram(metrics.WORKER_MASK_SECONDS.buckets)
+        self.mask_seconds = Histogram(worker_metrics.MASK_SECONDS.buckets)
         """Durations of the other masks."""
         self.num_late = 0
         """Number of masks for which a step did not wait."""
