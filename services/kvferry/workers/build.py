@@ -123,17 +123,10 @@ def build_unit(
     identity = UnitIdentity(incarnation)
     keyring = Keyring(config.ticket_secrets)
     signer = CallSigner(CallerRole.WORKER, role_key(config.ticket_secrets[0], CallerRole.WORKER))
-    setup = TransportSetup(
-        listen_host=host_of(endpoint.listen),
-        advertise_host=config.advertise_host.strip("[]"),
-        secrets=config.ticket_secrets,
-        encrypts=config.kv_encryption,
-        has_ranks=config.engine.tensor_parallel > 1,
-    )
-    transport = open_transport(config.connector, incarnation, setup)
+    commands = CommandQueue()  # of the loader, the tiers and the engine, which are built in this order
+    transport = open_transport(config.connector, incarnation, _transport_setup(config, endpoint))
     memory = transport.allocate(model.num_blocks, layout.block_bytes)
     pages = make_pages(model, memory)
-    commands = CommandQueue()  # of the loader, the tiers and the engine, which are built in this order
     control = GrpcPeerControl(identity.message, signer, keyring, tls)
     fetcher = Fetcher(
         transport,
@@ -227,6 +220,17 @@ def build_unit(
         config, endpoint, tls, engine, memory, pages, transport, control, fetcher, tiers, loop, context, desk, cache,
         adapters, listed, pauses, weights, text_process, constraints, tuple(services),
     )  # fmt: skip
+
+
+def _transport_setup(config: WorkerConfig, endpoint: UnitEndpoint) -> TransportSetup:
+    """Return the configuration of a unit's transport."""
+    return TransportSetup(
+        listen_host=host_of(endpoint.listen),
+        advertise_host=config.advertise_host.strip("[]"),
+        secrets=config.ticket_secrets,
+        encrypts=config.kv_encryption,
+        has_ranks=config.engine.tensor_parallel > 1,
+    )
 
 
 def host_of(address: str) -> str:
