@@ -97,7 +97,7 @@ async def test_a_prompt_is_routed_to_the_worker_with_its_cache_also_after_a_rest
                 "exact",
             )
             assert (second["worker"], second["cached_tokens"], second["map_state"]) == (addresses[0], 0, "exact")
-            with running("explain", "warm", "--http", gateway.listening.http) as process:
+            with running("explain", "warm", "--url", gateway.listening.http) as process:
                 output = process.process.stdout
                 assert output is not None
                 printed = (await asyncio.to_thread(output.read)).decode()

@@ -163,7 +163,7 @@ async def test_a_block_that_another_worker_has_is_not_new() -> None:
             await assert_equal_sums(gateway, [first, second])
             seen = at_gateway(gateway, "kvferry_gateway_seen_prompt_tokens_total")
             assert seen == {"new": FULL_TOKENS, "seen": 3 * FULL_TOKENS, "unnamed": 4 * (NUM_TOKENS - FULL_TOKENS)}
-            with running("explain", "other", "--http", gateway.listening.http) as process:
+            with running("explain", "other", "--url", gateway.listening.http) as process:
                 output = process.process.stdout
                 assert output is not None
                 printed = (await asyncio.to_thread(output.read)).decode()

@@ -96,14 +96,14 @@ def test_a_request_can_be_explained(stack: dict[str, object], capfd: pytest.Capt
     answer = httpx.post(f"http://{http}/v1/completions", json=body, headers=headers, timeout=SECONDS)
     assert answer.status_code == 200
     assert "expected load" in answer.headers["x-kvferry-kv"]
-    with running("explain", "why-1", "--http", http) as process:
+    with running("explain", "why-1", "--url", http) as process:
         assert process.process.stdout is not None
         printed = process.process.stdout.read().decode()
         assert process.process.wait(SECONDS) == 0
     assert "why-1  sample 0  done" in printed
     assert "prefill" in printed
     assert "loaded" in printed
-    with running("explain", "why-1", "--http", http, "--json") as process:
+    with running("explain", "why-1", "--url", http, "--json") as process:
         assert process.process.stdout is not None
         found = json.loads(process.process.stdout.read())
         assert process.process.wait(SECONDS) == 0
@@ -111,7 +111,7 @@ def test_a_request_can_be_explained(stack: dict[str, object], capfd: pytest.Capt
     assert {note["role"] for note in sample["routes"]} == {"prefill", "decode"}
     assert sample["timing"]["kv"]
     for unknown, where in [("never-was", http), ("why-1", "127.0.0.1:1")]:
-        with running("explain", unknown, "--http", where) as process:
+        with running("explain", unknown, "--url", where) as process:
             assert process.process.wait(SECONDS) in {1, 2}
     shown = capfd.readouterr().err
     assert "not found" in shown

@@ -17,8 +17,8 @@ _COMMANDS: Mapping[str, Sequence[Setting]] = {
     "demo": processes.STACK,
     "bench": processes.BENCH,
     "doctor": processes.DOCTOR,
-    "explain": processes.EXPLAIN,
-    "chat": processes.CHAT,
+    "explain": processes.CLIENT,
+    "chat": processes.CLIENT,
     "operator run": OPERATOR,
     "operator check": OPERATOR_CHECK,
 }

@@ -2,7 +2,6 @@
 
 import sys
 from io import TextIOWrapper
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +11,7 @@ from kvferry.cli.options import NumberRange, Values, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process import config
-from kvferry.core.settings.processes import CHAT
+from kvferry.core.settings.processes import CLIENT
 
 if TYPE_CHECKING:
     from kvferry.cli.chatting.chat_session import ChatSession
@@ -31,7 +30,7 @@ _MAX_PROMPT_BYTES = 8 << 20
     "--timeout", default=600.0, show_default=True, type=NumberRange(1.0, 86400.0), help="Seconds for one answer."
 )
 @click.option("--no-stats", is_flag=True, help="Leave out the line about times and tokens after each answer.")
-@with_settings(CHAT)
+@with_settings(CLIENT)
 def command(
     values: Values,
     *,
@@ -58,7 +57,7 @@ def command(
     from kvferry.cli.chatting.chat_session import ChatForm, ChatSession
     from kvferry.cli.chatting.conversation import Conversation
     from kvferry.cli.chatting.screen import Screen
-    from kvferry.cli.server_url import ServerUrl
+    from kvferry.cli.server_url import ServerUrl, api_key
 
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may have any character, the terminal only some
@@ -66,7 +65,7 @@ def command(
     is_chat = prompt is None and is_terminal and sys.stdin.isatty()
     once = None if is_chat else _prompt(prompt)
     clock = SystemClock()
-    client = ChatClient(ServerUrl.parse(values["url"]), clock, api_key=_api_key(values), timeout_seconds=timeout)
+    client = ChatClient(ServerUrl.parse(values["url"]), clock, api_key=api_key(values), timeout_seconds=timeout)
     screen = Screen(sys.stdout, sys.stderr, is_terminal=is_terminal, has_colours=is_terminal and _has_colours())
     form = ChatForm(model or client.first_model(), temperature, max_tokens)
     session = ChatSession(client, form, Conversation(system), screen, clock)
@@ -117,13 +116,6 @@ def _prompt(given: str | None) -> str:
     if not text.strip():
         raise UsageError("the prompt is empty; give one as an argument or by the standard input", field="prompt")
     return text.strip("\n")
-
-
-def _api_key(values: Values) -> str:
-    """Return the API key from its file or the environment; empty for none."""
-    if values["api_key_file"]:
-        return config.read_secret_file(Path(values["api_key_file"]), "api_key_file").decode("utf-8", "replace")
-    return str(values["api_key"])
 
 
 def _has_colours() -> bool:

@@ -13,12 +13,12 @@ import click
 from kvferry.cli.amounts import counted, size_of
 from kvferry.cli.help_pages import SettingsCommand
 from kvferry.cli.options import Values, print_json, with_settings
-from kvferry.cli.server_url import ServerUrl
+from kvferry.cli.server_url import ServerUrl, api_key
 from kvferry.cli.timeline import timeline
 from kvferry.core.causes import CAUSE_HELP
-from kvferry.core.errors import InvalidRequest, Unavailable
+from kvferry.core.errors import InvalidRequest, KvferryError, Unavailable
 from kvferry.core.inference.chunks import Timing, Usage
-from kvferry.core.settings.processes import EXPLAIN
+from kvferry.core.settings.processes import CLIENT
 
 _SECONDS = 10.0
 _MAX_BYTES = 1 << 20
@@ -27,17 +27,17 @@ _MAX_BYTES = 1 << 20
 @click.command("explain", cls=SettingsCommand)
 @click.argument("request_id")
 @click.option("--json", "as_json", is_flag=True, help="Print the gateway's report as one JSON object.")
-@with_settings(EXPLAIN)
+@with_settings(CLIENT)
 def command(values: Values, *, request_id: str, as_json: bool) -> None:
     """Explain a request that ended recently: its route, the source of its KV, its timing.
 
     \b
       kvferry explain req-5f0c...                       the id is in the x-request-id header of every response
-      KVFERRY_API_KEY=... kvferry explain req-5f0c... --http gateway:8000
+      KVFERRY_API_KEY=... kvferry explain req-5f0c... --url gateway:8000
 
     A gateway keeps its last 1,024 requests; each tenant can read only its own.
     """
-    found = _ask(ServerUrl.parse(values["http"]), request_id, values["api_key"])
+    found = _ask(ServerUrl.parse(values["url"]), request_id, api_key(values))
     if as_json:
         print_json(found)
         return
@@ -159,7 +159,14 @@ def _ask(gateway: ServerUrl, request_id: str, api_key: str) -> Any:
         with urllib.request.urlopen(request, timeout=_SECONDS) as answer:  # noqa: S310  the scheme is HTTP
             return json.loads(answer.read(_MAX_BYTES))
     except urllib.error.HTTPError as error:
-        body = json.loads(error.read(_MAX_BYTES))
-        raise InvalidRequest(body["error"]["message"], field="request_id") from error
+        raise _refused(gateway, error) from error
     except (OSError, ValueError) as error:
-        raise Unavailable(f"the gateway at {gateway} does not answer ({error}); set --http") from error
+        raise Unavailable(f"the gateway at {gateway} does not answer ({error}); set --url") from error
+
+
+def _refused(gateway: ServerUrl, error: urllib.error.HTTPError) -> KvferryError:
+    """Return the error for an answer with another status than 200."""
+    try:
+        return InvalidRequest(str(json.loads(error.read(_MAX_BYTES))["error"]["message"]), field="request_id")
+    except (OSError, ValueError, LookupError, TypeError):  # no gateway of this project, such as a proxy
+        return Unavailable(f"{gateway} answers with status {error.code}; set --url to the gateway")

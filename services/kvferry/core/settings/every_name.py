@@ -3,9 +3,8 @@
 from kvferry.core.settings.picker import PICKER
 from kvferry.core.settings.processes import (
     BENCH,
-    CHAT,
+    CLIENT,
     DOCTOR,
-    EXPLAIN,
     GATEWAY,
     GATEWAY_KEY,
     LOGGING,
@@ -16,7 +15,7 @@ from kvferry.core.settings.processes import (
 
 EVERY_NAME = frozenset(
     setting.name
-    for table in (WORKER, GATEWAY, UP, PICKER, BENCH, CHAT, DOCTOR, EXPLAIN, LOGGING, TENANT_KEY, GATEWAY_KEY)
+    for table in (WORKER, GATEWAY, UP, PICKER, BENCH, CLIENT, DOCTOR, LOGGING, TENANT_KEY, GATEWAY_KEY)
     for setting in table
 )
 """An environment variable of another command's setting is ignored; of no setting, it is an error."""

@@ -537,16 +537,12 @@ DOCTOR = (
     *(s for s in TIERS if s.name in {"tier", "tier_object_tokens"}),
 )
 
-EXPLAIN = (
-    Setting("http", "127.0.0.1:8000", "HOST:PORT or URL of the gateway that served the request.", parse=URL),
-    Setting("api_key", "", "API key of the request's tenant.", is_secret=True),
-)
-
-CHAT = (
+CLIENT = (
     Setting("url", "http://127.0.0.1:8000", "URL of the gateway, with or without /v1.", parse=URL),
     Setting("api_key", "", "API key of the gateway.", is_secret=True),
     Setting("api_key_file", "", "File with the API key, instead of KVFERRY_API_KEY.", parse=FILE),
 )
+"""Settings of the commands that call a gateway: `chat` and `explain`."""
 
 UP_TLS = Setting(
     "pool_tls",

@@ -55,5 +55,5 @@ def as_csv(rows: Sequence[LedgerRow]) -> str:
         cells = asdict(row)
         for name in ("tenant", "adapter"):
             cells[name] = f"'{cells[name]}" if cells[name].startswith(_FORMULA_MARKS) else cells[name]
-        writer.writerow(cells)
+        writer.writerow({**cells, "is_others": "true" if row.is_others else "false"})
     return text.getvalue()

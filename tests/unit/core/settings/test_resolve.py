@@ -8,7 +8,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.settings.every_name import EVERY_NAME
 from kvferry.core.settings.parsers import boolean, seconds, size_bytes, whole
 from kvferry.core.settings.picker import PICKER
-from kvferry.core.settings.processes import BENCH, DOCTOR, EXPLAIN, GATEWAY, UP, WORKER
+from kvferry.core.settings.processes import BENCH, CLIENT, DOCTOR, GATEWAY, UP, WORKER
 from kvferry.core.settings.resolve import check_variables, resolve
 from kvferry.core.settings.setting import Setting
 
@@ -132,5 +132,5 @@ def test_settings_of_other_commands_and_other_variables_are_ignored(variable: st
 def test_every_command_ignores_the_variables_of_the_others_and_of_a_service() -> None:
     service = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP_ADDR", "GATEWAY_PORT")
     every = {f"KVFERRY_{name.upper()}": "x" for name in (*EVERY_NAME, *service, "PARENT_PID", "LOG_NAME", "PROBE_KEY")}
-    for table in (WORKER, GATEWAY, UP, PICKER, BENCH, DOCTOR, EXPLAIN):
+    for table in (WORKER, GATEWAY, UP, PICKER, BENCH, DOCTOR, CLIENT):
         check_variables(every, table, EVERY_NAME)

@@ -18,7 +18,7 @@ from kvferry.core.settings.topics import COMMON, TOPICS
 
 TABLES = {
     name: (*getattr(processes, name), *processes.LOGGING)
-    for name in ("WORKER", "GATEWAY", "UP", "BENCH", "DOCTOR", "EXPLAIN", "CHAT")
+    for name in ("WORKER", "GATEWAY", "UP", "BENCH", "DOCTOR", "CLIENT")
 }
 URL_WITH_PASSWORD = "redis://user:hunter2@10.0.0.1:6379/0"
 
