@@ -72,7 +72,15 @@ def test_a_file_with_an_unknown_setting_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1", 1), ("2KiB", 2048), ("1.5 GiB", 3 << 29), ("3mb", 3_000_000), ("8k", 8192), ("4G", 4 << 30)],
+    [
+        ("1", 1),
+        ("2KiB", 2048),
+        ("1.5 GiB", 3 << 29),
+        ("3mb", 3_000_000),
+        ("8k", 8192),
+        ("512Mi", 1 << 29),
+        ("1tb", 10**12),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert size_bytes(text) == size
