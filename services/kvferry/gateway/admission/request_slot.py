@@ -5,14 +5,39 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvferry.gateway.decide.flow.fair_queue import QueueEntry
 from kvferry.serving.admission import RequestSize
 from kvferry.serving.request import Caller
 
-if TYPE_CHECKING:
-    from kvferry.gateway.admission.flow_gate import FlowGate
+
+class SlotGate(Protocol):
+    """What admits and ends the requests and samples of slots; see `flow_gate.FlowGate`."""
+
+    async def admit(self, slot: "RequestSlot") -> None:
+        """Wait until the request is dispatched."""
+        ...
+
+    def leave(self, slot: "RequestSlot", *, is_whole: bool) -> None:
+        """End the request."""
+        ...
+
+    async def enter_sample(self, slot: "RequestSlot", sample: int, *, is_prompt_new: bool) -> QueueEntry:
+        """Wait until a further sample is dispatched."""
+        ...
+
+    def leave_sample(self, slot: "RequestSlot", entry: QueueEntry) -> None:
+        """End a sample."""
+        ...
+
+    def prefilled(self, entry: QueueEntry, num_tokens: int) -> None:
+        """Note that a prompt was computed."""
+        ...
+
+    def now(self) -> float:
+        """Return the monotonic time in seconds."""
+        ...
 
 
 class _Sample:
@@ -33,7 +58,7 @@ class RequestSlot:
         "handed_out_at", "priority", "queued_seconds", "recomputed_tokens", "waiting", "work",
     )  # fmt: skip
 
-    def __init__(self, gate: "FlowGate", work: RequestSize) -> None:
+    def __init__(self, gate: SlotGate, work: RequestSize) -> None:
         self._gate = gate
         self._samples: dict[int, _Sample] = {}
         self._entries: dict[int, QueueEntry] = {}
