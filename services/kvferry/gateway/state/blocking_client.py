@@ -6,7 +6,13 @@ from importlib import import_module
 from typing import Any
 
 from kvferry.core.clock import Clock
-from kvferry.gateway.state.state_client import OnCall, StoreUnavailable, connection_options, failure_of
+from kvferry.gateway.state.state_client import (
+    SOCKET_SECONDS,
+    OnCall,
+    StoreUnavailable,
+    connection_options,
+    failure_of,
+)
 from kvferry.gateway.state.state_url import StateServer
 
 _RETRY_SECONDS = 1.0
@@ -32,7 +38,9 @@ class BlockingStateClient:
         kind, options = connection_options(server, "redis")
         redis, errors = import_module("redis"), import_module("redis.exceptions")
         self._failures = (errors.RedisError, OSError)
-        self._client: Any = redis.Redis.from_pool(redis.ConnectionPool(connection_class=kind, **options))
+        # A call that needs a further connection waits for one.
+        pool = redis.BlockingConnectionPool(connection_class=kind, timeout=SOCKET_SECONDS, **options)
+        self._client: Any = redis.Redis.from_pool(pool)
         self._lock = threading.Lock()
         self._failed_at: float | None = None
         self._why = ""

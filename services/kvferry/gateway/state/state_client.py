@@ -9,7 +9,7 @@ from typing import Any
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.gateway.state.state_url import StateServer
 
-_SOCKET_SECONDS = 2.0
+SOCKET_SECONDS = 2.0
 _CONNECT_SECONDS = 1.0
 _MAX_CONNECTIONS = 16
 _OUTCOMES = {
@@ -68,7 +68,9 @@ class StateClient:
         redis = _redis()
         self._failures = (import_module("redis.exceptions").RedisError, OSError, TimeoutError)
         kind, options = connection_options(server, "redis.asyncio")
-        self._client: Any = redis.Redis.from_pool(redis.ConnectionPool(connection_class=kind, **options))
+        # A call that needs a further connection waits for one, within its time limit.
+        pool = redis.BlockingConnectionPool(connection_class=kind, timeout=None, **options)
+        self._client: Any = redis.Redis.from_pool(pool)
 
     def script(self, part: str, text: str) -> StateScript:
         """Return a script.
@@ -118,7 +120,7 @@ def connection_options(server: StateServer, package: str) -> tuple[Any, dict[str
         "db": server.db,
         "username": server.username or None,
         "password": server.password or None,
-        "socket_timeout": _SOCKET_SECONDS,
+        "socket_timeout": SOCKET_SECONDS,
         "socket_connect_timeout": _CONNECT_SECONDS,
         "retry": import_module(f"{package}.retry").Retry(import_module("redis.backoff").NoBackoff(), 0),
         "max_connections": _MAX_CONNECTIONS,
