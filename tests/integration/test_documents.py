@@ -24,9 +24,12 @@ SECONDS = 240
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[dict[str, str]]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The real addresses, by the addresses 127.0.0.1:8000 and 127.0.0.1:9000 of the documents."""
-    with running("up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json") as process:
+    # One gateway of a machine runs the batches of the default folder, and other tests run beside this one.
+    folder = str(tmp_path_factory.mktemp("batches"))
+    flags = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--batch-folder", folder)
+    with running("up", *flags, "--json") as process:
         ready = process.wait_for("ready")
         yield {"127.0.0.1:8000": str(ready["http"]), "127.0.0.1:9000": str(ready["grpc"])}
         assert process.stop() == 0
