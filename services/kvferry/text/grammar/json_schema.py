@@ -1,35 +1,26 @@
 """Prepares JSON Schemas for the compiler, which enforces some patterns (see `patterns`) and some numbers imprecisely.
 
-- A bound of more than 53 bits is rounded or clamped, and so is a constant that is not an exact double or has too many
-  digits; both are rejected here.
+- A constant that is not an exact double or has too many digits is rounded or clamped, and is rejected here; for bounds
+  see `bounds`.
 - A reference into a constant or an annotation is rejected, since it would use a value as a schema that was not
   prepared; so is one into `additionalProperties`, which is replaced.
 - Known names of members can also be spelled with escapes, so other names get a pattern that excludes the known ones.
-- An exclusive bound that is a whole number is itself accepted if the range is narrow: `0` satisfies its grammar of
-  `{"exclusiveMinimum": 0, "maximum": 0.1}`. Such a bound becomes an inclusive one, moved inwards by `_STEP` of its
-  value, so that every output satisfies the schema; values between the two bounds cannot be generated.
 """
 
 import json
-import math
 import re
-from collections.abc import Collection, Mapping
-from decimal import Decimal
-from typing import Any, NoReturn, TypeGuard
+from collections.abc import Collection
+from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from kvferry.core.constraint import MAX_CONSTRAINT_BYTES
 from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.text.grammar.annotations import without_annotations
+from kvferry.text.grammar.bounds import bound_numbers, is_exact, is_number
 from kvferry.text.grammar.errors import invalid
-from kvferry.text.grammar.patterns import MAX_NAME, enforceable_pattern, other_names, without_lookaheads
+from kvferry.text.grammar.patterns import MAX_NAME, NAME_FORMATS, enforceable_pattern, other_names, without_lookaheads
 from kvferry.text.grammar.tagged_unions import distinguished
 
-_MAX_EXACT = 1 << 53
-_MAX_EXACT_POWER = 22
-"""Largest power of ten that is exact as a double."""
-_STEP = 1e-9
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_INWARDS = {"exclusiveMinimum": ("minimum", 1), "exclusiveMaximum": ("maximum", -1)}
 _PATTERNS = "patternProperties"
 _NAMED = frozenset({"properties", _PATTERNS, "$defs", "definitions", "dependentSchemas"})
 """Keywords whose value maps names to schemas."""
@@ -56,8 +47,6 @@ _MAX_EXPANDED_CHARS = 1 << 18
 """Maximum length of the members of an object whose names are an enum, as JSON."""
 _MAX_NAMES_CHARS = 1 << 13
 """Maximum length of all names of an object, if other names have a pattern, which is some fifty times as long."""
-_MAX_PLACES = 60
-"""Maximum number of decimal places of a bound; the compiler's expressions for more are nested too deeply."""
 
 
 def parsed_schema(source: str) -> Any:
@@ -88,7 +77,8 @@ def enforced(schema: Any, options: Collection[str] = ()) -> Any:
     if isinstance(schema, dict) and OPTIONS in schema:
         _check_options(schema[OPTIONS], options)
     try:
-        return _enforceable(_with_names(distinguished(schema), _Definitions(schema)))
+        kept = without_annotations(schema)
+        return _enforceable(_with_names(distinguished(kept), _Definitions(kept)))
     except RecursionError:
         raise _nested() from None
     except (TypeError, AttributeError):  # such as a number where the keyword has a list
@@ -135,17 +125,11 @@ def _enforceable(schema: Any) -> Any:
             made[key] = value if key in _ANNOTATIONS else _enforceable(value)
     if aheads:
         made["allOf"] = [*(made.get("allOf") or ()), *({"pattern": ahead} for ahead in aheads)]
-    _read_flags(made)
+    if made.get("not", False) in (True, {}):  # no value, as Zod writes z.never()
+        return False
     _read_names(made)
-    _check_bounds(made)
+    bound_numbers(made)
     _name_members(made)
-    if made.get("type") != "integer":
-        was_empty = _is_empty(made)
-        for key, (inclusive, sign) in _INWARDS.items():
-            _move_inwards(made, key, inclusive, sign)
-        if _is_empty(made) and not was_empty:
-            shown = ", ".join(f"{key} {schema[key]}" for key in _BOUNDS[:4] if key in schema)
-            raise invalid(f"the range of {shown} is too narrow to be enforced")
     return made
 
 
@@ -213,8 +197,12 @@ def _read_names(schema: dict[str, Any]) -> None:
                 "for each; move it to $defs"
             )
         schema["properties"] = {name: others for name in names["enum"] if isinstance(name, str)}
-    elif isinstance(names.get("pattern"), str) and names.keys() <= {"type", "pattern"}:
-        schema[_PATTERNS] = {names["pattern"]: others}
+    elif isinstance(names.get("pattern"), str) and names.keys() <= {"type", "pattern", "format"}:
+        schema[_PATTERNS] = {names["pattern"]: others}  # Zod's patterns have the whole rule of the format beside them
+    elif names.get("format") in NAME_FORMATS and names.keys() <= {"type", "format", "minLength"}:
+        if names.get("minLength", 0) not in (0, 1):
+            return
+        schema[_PATTERNS] = {NAME_FORMATS[names["format"]]: others}
     elif names.keys() <= {"type", "minLength", "maxLength"} and all(
         isinstance(names.get(key, 0), int) for key in ("minLength", "maxLength")
     ):
@@ -235,7 +223,7 @@ def _name_members(schema: dict[str, Any]) -> None:
         InvalidRequest: names cannot be distinguished, or counted.
     """
     least, required = schema.get("minProperties"), schema.get("required")
-    if _is_number(least) and least > max(1, len(set(map(str, required))) if isinstance(required, list) else 0):
+    if is_number(least) and least > max(1, len(set(map(str, required))) if isinstance(required, list) else 0):
         raise invalid(
             f"minProperties is {least}; more members than `required` names cannot be enforced, since a name may appear "
             "twice; add names to `required`"
@@ -282,82 +270,20 @@ def _checked_reference(reference: str) -> str:
     return reference
 
 
-def _read_flags(schema: dict[str, Any]) -> None:
-    """Replace exclusive bounds of JSON Schema draft 4, which are flags of `minimum` and `maximum`."""
-    for key, (inclusive, _) in _INWARDS.items():
-        flag = schema.get(key)
-        if isinstance(flag, bool):
-            del schema[key]
-            if flag and _is_number(schema.get(inclusive)):
-                schema[key] = schema.pop(inclusive)
-
-
 def _exact_constant(key: str, value: Any) -> Any:
     """Return a constant that the compiler reads exactly; whole numbers are written as integers."""
     if isinstance(value, list):
         return [_exact_constant(key, each) for each in value]
     if isinstance(value, dict):
         return {name: _exact_constant(key, each) for name, each in value.items()}
-    if not _is_number(value):
+    if not is_number(value):
         return value
-    if not _is_exact(value):
+    if not is_exact(value):
         raise invalid(
             f"{key} has {shortened(repr(value))}; only numbers of at most 15 digits, and whole numbers between -2^53 "
             "and 2^53, can be enforced; use a string"
         )
     return int(value) if value == int(value) else value
-
-
-def _is_exact(number: int | float) -> bool:
-    """Return whether the compiler's JSON parser reads the number as it is: it multiplies the digits, as a double, by a
-    power of ten, which is exact only if both are exact doubles. The compiler writes whole numbers without exponent."""
-    if not math.isfinite(number) or number == int(number):
-        return abs(number) <= _MAX_EXACT
-    digits, exponent = Decimal(repr(number)).normalize().as_tuple()[1:]
-    whole = int("".join(map(str, digits)))
-    return whole <= _MAX_EXACT and isinstance(exponent, int) and abs(exponent) <= _MAX_EXACT_POWER
-
-
-def _check_bounds(schema: Mapping[str, Any]) -> None:
-    for key in _BOUNDS:
-        value = schema.get(key)
-        if not _is_number(value):
-            continue
-        if abs(value) > _MAX_EXACT:
-            raise invalid(f"{key} is {shortened(str(value))}; only bounds between -2^53 and 2^53 can be enforced")
-        exponent = Decimal(repr(value)).as_tuple().exponent
-        if isinstance(exponent, int) and exponent < -_MAX_PLACES:
-            raise invalid(f"{key} is {value}; at most {_MAX_PLACES} decimal places can be enforced")
-    step = schema.get("multipleOf")
-    if _is_number(step) and step <= 0:
-        raise invalid(f"multipleOf must be greater than 0, not {step}")
-
-
-def _is_empty(schema: Mapping[str, Any]) -> bool:
-    """Return whether no number is within the bounds."""
-    lower, upper = schema.get("minimum"), schema.get("maximum")
-    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    return (
-        (_is_number(lower) and _is_number(upper) and lower > upper)
-        or (_is_number(lower) and _is_number(below) and lower >= below)
-        or (_is_number(above) and _is_number(upper) and above >= upper)
-        or (_is_number(above) and _is_number(below) and above >= below)
-    )
-
-
-def _move_inwards(schema: dict[str, Any], key: str, inclusive: str, sign: int) -> None:
-    bound = schema.get(key)
-    if not _is_number(bound) or bound != math.floor(bound):
-        return
-    moved = bound + sign * _STEP * max(1.0, abs(bound))
-    other = schema.get(inclusive)
-    del schema[key]
-    if not _is_number(other) or sign * (moved - other) > 0:  # the tighter one of two bounds
-        schema[inclusive] = moved
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _nested() -> InvalidRequest:

@@ -26,6 +26,27 @@ _SYNTAX = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+_DATE = r"[0-9]{4}-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_HOST = r"[a-z0-9](?:[a-z0-9-]{0,40}[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]{0,40}[a-z0-9])?){0,3}"
+_HEX = "[0-9a-fA-F]"
+NAME_FORMATS = {
+    name: f"^(?:{text})$"
+    for name, text in {
+        "date": _DATE,
+        "time": _TIME,
+        "date-time": f"{_DATE}T{_TIME}",
+        "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
+        "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
+        "ipv6": f"{_HEX}{{1,4}}(?::{_HEX}{{1,4}}){{7}}|(?:{_HEX}{{1,4}}:){{1,6}}:{_HEX}{{1,4}}|::1?",
+        "hostname": _HOST,
+        "email": rf"[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+){{0,3}}@{_HOST}",
+        "uri": rf"[a-z][a-z0-9+.-]{{0,20}}://{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/[A-Za-z0-9._~-]*)*",
+    }.items()
+}
+"""Patterns of names of members by their format. Each name has the format; unusual spellings are left out, and
+29 February as well."""
 _CLASS = re.compile(r"\\[DWSpP]")
 _CODE = re.compile(r"\\[xuU]\{?([0-9A-Fa-f]+)\}?")
 

@@ -48,7 +48,7 @@ def test_no_value_outside_of_the_bounds_is_accepted(low: float, high: float, low
     ("schema", "message"),
     [
         ({"type": "integer", "minimum": 10**30, "maximum": 10**31}, "minimum"),
-        ({"type": "integer", "maximum": 2**53 + 1}, "maximum"),
+        ({"type": "integer", "maximum": -(2**53) - 1}, "maximum"),
         ({"properties": {"a": {"anyOf": [{"multipleOf": 1e300}]}}}, "multipleOf"),
         ({"multipleOf": -3}, "multipleOf must be greater than 0, not -3"),
         ({"minimum": 1e-320}, "minimum is 1e-320; at most 60 decimal places"),

@@ -65,6 +65,11 @@ class Node(BaseModel):
     children: list["Node"] = []
 
 
+class Kennel(BaseModel, extra="forbid"):
+    kind: Literal["kennel"]
+    inner: list[Annotated["Kennel | Cat", Field(discriminator="kind")]] = Field(max_length=2)
+
+
 class Point(typing.NamedTuple):
     x: int
     y: float
@@ -99,6 +104,8 @@ KINDS: dict[str, Any] = {
     "int": int,
     "int-range": Annotated[int, Field(ge=3, lt=9)],
     "int-multiple": Annotated[int, Field(multiple_of=5)],
+    "int-64": Annotated[int, Field(ge=-(2**63), lt=2**63)],
+    "int-unsigned": Annotated[int, Field(ge=0, le=2**64 - 1)],
     "float": float,
     "float-range": Annotated[float, Field(gt=0.5, le=2.5)],
     "bool": bool,
@@ -145,6 +152,13 @@ KINDS: dict[str, Any] = {
     "dict-enum": dict[Color, int],
     "dict-int": dict[int, str],
     "dict-pattern": dict[Annotated[str, Field(pattern="^x_")], int],
+    "dict-uuid": dict[uuid.UUID, int],
+    "dict-date": dict[datetime.date, int],
+    "dict-datetime": dict[datetime.datetime, int],
+    "dict-time": dict[datetime.time, int],
+    "dict-ip": dict[ipaddress.IPv4Address, int],
+    "dict-ip6": dict[ipaddress.IPv6Address, int],
+    "dict-url": dict[pydantic.AnyUrl, int],
     "dict-lengths": dict[Annotated[str, annotated_types.Len(1, 3)], int],
     "ordered-dict": OrderedDict[str, int],
     "typed-dict": Options,
@@ -154,6 +168,7 @@ KINDS: dict[str, Any] = {
     "model-open": Open,
     "model-root": Ids,
     "model-recursive": Node,
+    "model-recursive-union": Kennel,
     "union-models": One | Two,
     "union-tagged": Annotated[Cat | Dog, Field(discriminator="kind")],
     "union-tagged-int": Annotated[One | Two, Field(discriminator="version")],
@@ -218,6 +233,8 @@ WRONG: dict[str, list[Any]] = {
     "int": ["1", 1.5],
     "int-range": [2, 9],
     "int-multiple": [7],
+    "int-64": [2**63, -(2**63) - 1],
+    "int-unsigned": [-1, 2**64],
     "float": ["x"],
     "float-range": [0.5, 3],
     "bool": [1, "true"],
@@ -239,11 +256,15 @@ WRONG: dict[str, list[Any]] = {
     "dict": [{"a": "b"}, []],
     "dict-enum": [{"green": 1}],
     "dict-pattern": [{"a": 1}],
+    "dict-uuid": [{"0f8fad5b": 1}],
+    "dict-date": [{"2026-02-30": 1}, {"2026-13-01": 1}],
+    "dict-ip": [{"10.0.0.256": 1}],
     "dict-lengths": [{"abcd": 1}],
     "typed-dict": [{"a": 1}],
     "model": [{"kind": "cat"}, {"kind": "dog", "lives": 1}],
     "model-closed": [{"a": 1}, {"a": 1, "aliasOf": "x", "b": 2}],
     "model-root": [{"root": [1]}, ["1"]],
+    "model-recursive-union": [{"kind": "kennel", "inner": [{"kind": "cow"}]}],
     "model-recursive": [{"name": "a", "children": [1]}],
     "union-models": [{"version": 3}],
     "union-tagged": [{"kind": "cow"}],

@@ -134,6 +134,19 @@ CONTAINERS: dict[str, Kind] = {
         [{"x_a": 1}],
         [{"y": 1}],
     ),
+    "record of UUIDs": (
+        {"type": "object", "propertyNames": STRINGS["uuid"][0], "additionalProperties": NUMBER},
+        [{"0f8fad5b-d9cb-469f-a165-70867728950e": 1}],
+        [{"0f8fad5b": 1}, {"0f8fad5b-d9cb-469f-a165-70867728950e": "x"}],
+    ),
+    "never": (members({"a": TEXT, "b": {"not": {}}}, "a", **CLOSED), [{"a": "x"}], [{"a": "x", "b": 1}]),
+    "array of never": ({"type": "array", "items": {"not": {}}}, [[]], [[1], [None]]),
+    "float32": (
+        {"type": "number", "minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38},
+        [0, -1.5, 1000000000000.25],
+        ["1"],
+    ),
+    "int32": ({"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1}, [2**31 - 1, -5], [2**31, 1.5]),
     "array": (
         {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 2},
         [["a"], ["a", "b"]],
