@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.gateway.batches import lines
-from kvferry.gateway.batches.lines import ENDPOINTS, MAX_ERRORS, Validation, done_id, numbered_lines, validate
+from kvferry.gateway.batches.lines import (
+    ENDPOINTS,
+    MAX_BLANK_LINES,
+    MAX_ERRORS,
+    MAX_LINES,
+    Validation,
+    done_id,
+    numbered_lines,
+    valid_lines,
+    validate,
+)
 from kvferry.gateway.batches.result_file import ResultFile
 
 CHAT = ENDPOINTS[0]
@@ -68,6 +78,20 @@ def test_a_valid_file_has_a_model_and_a_number_of_lines(tmp_path):
 def test_a_line_in_the_middle_is_refused_with_its_number(tmp_path, wrong, code):
     content = b"\n".join([line("first"), wrong, line("last")])
     assert errors(tmp_path, content) == [(code, 2)]
+
+
+def test_the_blank_lines_of_a_file_are_bounded(tmp_path):
+    content = line("a") + b"\n" * (MAX_BLANK_LINES + 1) + line("b")
+    assert errors(tmp_path, content) == []
+    content += b"\n\n" + line("c")
+    assert errors(tmp_path, content) == [("too_many_requests", MAX_BLANK_LINES + 3)]
+    found = list(valid_lines(io.BytesIO(content), CHAT, MOST))
+    assert [one.custom_id for one in found] == ["a", "b"]
+
+
+def test_a_file_that_was_not_checked_has_no_more_lines_than_one_that_was():
+    content = b"\n".join(line(str(number)) for number in range(MAX_LINES + 2))
+    assert len(list(valid_lines(io.BytesIO(content), CHAT, MOST))) == MAX_LINES
 
 
 def test_an_empty_file_has_an_error_without_a_line(tmp_path):
