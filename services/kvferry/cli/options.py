@@ -267,3 +267,14 @@ class NumberRange(click.FloatRange):
 def print_json(value: object) -> None:
     """Print one JSON object as the last line of standard output."""
     click.echo(json.dumps(value, ensure_ascii=False))
+
+
+def api_key(values: Values) -> str:
+    """Return the API key of the table `CLIENT` from its file or the environment; empty for none.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if values["api_key_file"]:
+        return config.read_secret_file(Path(values["api_key_file"]), "api_key_file").decode("utf-8", "replace")
+    return str(values["api_key"])

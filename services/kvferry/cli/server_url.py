@@ -1,12 +1,9 @@
-"""How commands reach a gateway: its address, from a URL as people write it, and the API key."""
+"""The address of a gateway, from a URL as people write it."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvferry.cli.options import Values
 from kvferry.core.errors import UsageError, shortened
-from kvferry.core.process import config
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -51,14 +48,3 @@ class ServerUrl:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}{self.prefix}"
-
-
-def api_key(values: Values) -> str:
-    """Return the API key of the table `CLIENT` from its file or the environment; empty for none.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
-    if values["api_key_file"]:
-        return config.read_secret_file(Path(values["api_key_file"]), "api_key_file").decode("utf-8", "replace")
-    return str(values["api_key"])

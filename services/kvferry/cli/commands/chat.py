@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvferry.cli.help_pages import SettingsCommand
-from kvferry.cli.options import NumberRange, Values, with_settings
+from kvferry.cli.options import NumberRange, Values, api_key, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process import config
@@ -57,7 +57,7 @@ def command(
     from kvferry.cli.chatting.chat_session import ChatForm, ChatSession
     from kvferry.cli.chatting.conversation import Conversation
     from kvferry.cli.chatting.screen import Screen
-    from kvferry.cli.server_url import ServerUrl, api_key
+    from kvferry.cli.server_url import ServerUrl
 
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may have any character, the terminal only some

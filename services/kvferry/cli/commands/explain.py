@@ -12,8 +12,8 @@ import click
 
 from kvferry.cli.amounts import counted, size_of
 from kvferry.cli.help_pages import SettingsCommand
-from kvferry.cli.options import Values, print_json, with_settings
-from kvferry.cli.server_url import ServerUrl, api_key
+from kvferry.cli.options import Values, api_key, print_json, with_settings
+from kvferry.cli.server_url import ServerUrl
 from kvferry.cli.timeline import timeline
 from kvferry.core.causes import CAUSE_HELP
 from kvferry.core.errors import InvalidRequest, KvferryError, Unavailable
