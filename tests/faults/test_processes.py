@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import tomllib
 import urllib.error
 import urllib.request
@@ -309,6 +310,18 @@ def test_a_taken_port_is_named(capfd: pytest.CaptureFixture[str]) -> None:
             assert second.process.wait(SECONDS) == 2
         assert taken in capfd.readouterr().err
         assert process.stop() == 0
+
+
+def test_all_taken_ports_are_named_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as http, socket.create_server(("127.0.0.1", 0)) as grpc:
+        taken = {flag: f"127.0.0.1:{one.getsockname()[1]}" for flag, one in (("--http", http), ("--grpc", grpc))}
+        arguments = [part for pair in taken.items() for part in pair]
+        with running("up", "--model", "tiny", *arguments) as process:
+            assert process.process.wait(SECONDS) == 2
+    shown = capfd.readouterr().err
+    for flag, address in taken.items():
+        assert f"cannot listen on {address} ({flag})" in shown
+    assert "see below" not in shown, "an address that is chosen is announced only if the stack starts"
 
 
 def test_the_settings_are_shown_with_their_sources(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

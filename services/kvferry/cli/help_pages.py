@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvferry.cli.other_flags import VLLM_FLAGS
 from kvferry.cli.setting_options import SettingOption
 from kvferry.core.settings.setting import Setting
 from kvferry.core.settings.topics import COMMON, TOPICS, topic_of
@@ -45,6 +46,9 @@ class SettingsCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            if remedy := VLLM_FLAGS.get(error.option_name):
+                message = f"No such option '{error.option_name}' of vLLM's: {remedy}."
+                raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
             known = [name for parameter in self.params for name in parameter.opts]
             raise click.NoSuchOption(
                 error.option_name, possibilities=near_names(error.option_name, known), ctx=ctx

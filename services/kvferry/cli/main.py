@@ -66,6 +66,8 @@ _TOPICS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "completion": ("kvferry.cli.commands.completion", "Print the script of bash, zsh or fish that completes it."),
     },
 }
+# Names of commands that do the same in other servers.
+_ELSEWHERE = {"serve": "up", "run": "up", "download": "pull", "list": "model list"}
 _COMMANDS = {name: entry for commands in _TOPICS.values() for name, entry in commands.items()}
 
 
@@ -98,6 +100,10 @@ class _Lazy(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.NoSuchCommand as error:
+            if meant := _ELSEWHERE.get(error.command_name):
+                raise click.UsageError(
+                    f"No such command '{error.command_name}'. Did you mean '{meant}'?", ctx
+                ) from None
             near = near_names(error.command_name, _COMMANDS)
             raise click.NoSuchCommand(error.command_name, possibilities=near, ctx=ctx) from None
 

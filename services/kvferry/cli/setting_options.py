@@ -40,7 +40,7 @@ class ModelName(SettingValue):
         """Return the known names that begin with `incomplete`, and the request for paths."""
         from kvferry.model.catalog import CATALOG  # needed by completion only
 
-        # The script of bash drops what comes before the request for paths, and completes paths if nothing comes after.
+        # Bash's script drops the values that precede the request for paths, and completes paths if no value follows.
         found = [CompletionItem(one) for one in sorted(CATALOG) if one.startswith(incomplete)]
         return [CompletionItem(incomplete, type="file"), *found]
 

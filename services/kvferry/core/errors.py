@@ -248,6 +248,8 @@ def cannot_listen(name: str, address: str, error: OSError) -> UsageError:
         errno.EADDRNOTAVAIL: f"set {flag} to an address of this machine",
         errno.EACCES: f"ports below 1024 need privileges; set {flag} to a higher port",
     }
-    reason = str(error) if error.errno is None else os.strerror(error.errno)
+    # Numbers of name resolution are not those of the operating system.
+    is_system = error.errno is not None and error.errno > 0
+    reason = os.strerror(error.errno or 0) if is_system else error.strerror or str(error)
     remedy = remedies.get(error.errno or 0, f"set {flag} to another address")
     return UsageError(f"cannot listen on {address} ({flag}): {reason}; {remedy}", field=name)

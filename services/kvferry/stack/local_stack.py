@@ -3,13 +3,13 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvferry.client import AsyncClient
 from kvferry.core.addresses import listen_address
 from kvferry.core.clock import Clock
-from kvferry.core.errors import KvferryError, Unavailable, cannot_listen
+from kvferry.core.errors import KvferryError, Unavailable, UsageError, cannot_listen
 from kvferry.core.process.config import lasting_secret
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.access.call_keys import role_key
@@ -35,6 +35,25 @@ class StackAddresses:
     http: str
     grpc: str
     admin: str
+
+
+def check_all_free(addresses: Mapping[str, str]) -> None:
+    """Check that all addresses can be bound now.
+
+    Args:
+        addresses: `host:port` by name of the flag.
+
+    Raises:
+        UsageError: an address is invalid or in use; the message has a line for each of them.
+    """
+    found: list[UsageError] = []
+    for name, address in addresses.items():
+        try:
+            check_free(name, address)
+        except UsageError as error:
+            found.append(error)
+    if found:
+        raise UsageError("\n".join(error.message for error in found), field=found[0].field)
 
 
 def check_free(name: str, address: str) -> None:
@@ -90,8 +109,8 @@ class LocalStack:
         Raises:
             Unavailable: a process did not start in time; processes already started keep running until `stop`.
         """
-        for name, address in (("http", self._config.http), ("grpc", self._config.grpc), ("admin", self._config.admin)):
-            check_free(name, address)  # before any process is started
+        # Before any process is started.
+        check_all_free({"http": self._config.http, "grpc": self._config.grpc, "admin": self._config.admin})
         if self._config.pool_tls:
             self._draw_certificates()
         # Persistent tiers require the same tenant key in every run, otherwise block names differ.

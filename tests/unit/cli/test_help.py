@@ -1,6 +1,7 @@
 """Help by topic, completion of values, near names of mistakes, and settings that are printed and read again."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from kvferry.bench.commit import ROOT
 from kvferry.cli.main import main
+from kvferry.cli.other_flags import VLLM_FLAGS
 from kvferry.cli.setting_options import SettingOption
 from kvferry.core.process.toml_text import parse_toml
+from kvferry.core.settings.processes import UP
 from kvferry.core.settings.topics import topic_of
 
 
@@ -147,6 +151,8 @@ def test_bash_completes_a_value_by_the_script(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["upp"], "No such command 'upp'. Did you mean 'up'?"),
+        (["serve"], "No such command 'serve'. Did you mean 'up'?"),
+        (["up", "--max-num-batched-tokens", "1"], "'--max-num-batched-tokens' of vLLM's: use --token-budget."),
         (["up", "--prefil", "1"], "No such option '--prefil'. Did you mean '--prefill'?"),
         (["up", "--hots", "x"], "No such option '--hots'. Did you mean '--host'?"),
         (["up", "--zzz"], "No such option '--zzz'."),
@@ -166,3 +172,12 @@ def test_an_error_of_a_value_is_one_sentence() -> None:
     assert len(result.output) < 250
     result = CliRunner().invoke(main, ["up", "--print-config"], env={"KVFERRY_PREFILL": "x"}, prog_name="kvferry")
     assert "KVFERRY_PREFILL: 'x' is invalid: must be a whole number from 0 to 64" in result.output
+
+
+def test_flags_of_vllm_lead_to_flags_that_exist() -> None:
+    known = {setting.flag for setting in UP}
+    assert not known & set(VLLM_FLAGS), "a flag of the same name needs no remedy"
+    for flag, remedy in VLLM_FLAGS.items():
+        assert set(re.findall(r"--[a-z-]+", remedy)) <= known, flag
+    text = (ROOT / "docs/comparison.md").read_text()
+    assert {flag for flag in VLLM_FLAGS if f"`{flag}`" not in text} == set(), "the page lists them"

@@ -26,6 +26,10 @@ def test_a_busy_port_has_a_remedy() -> None:
     [
         (OSError(errno.EADDRNOTAVAIL, ""), "Cannot assign requested address; set --http to an address of this machine"),
         (OSError(errno.EACCES, ""), "Permission denied; ports below 1024 need privileges; set --http to a higher port"),
+        (
+            socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+            "Name or service not known; set --http to another address",
+        ),
         (OSError("odd"), "odd; set --http to another address"),
     ],
 )

@@ -173,7 +173,14 @@ def test_two_pools_are_no_change(tmp_path):
         ("{", "expected the node content"),
         (f"{json.dumps(pool())}\n---\n{json.dumps(pool())}", "not 2"),
         ("kind: InferencePool\nkind: InferencePool\n", "the key 'kind' stands twice"),
-        ("kind: InferencePool\napiVersion: v1\nmetadata: {name: chat}\nspec: {}\n", 'values: "kvferry.dev/v1alpha1"'),
+        (
+            "kind: InferencePool\napiVersion: kvferry.dev/v2\nmetadata: {name: chat}\nspec: {}\n",
+            'values: "kvferry.dev/v1alpha1"',
+        ),
+        (
+            "kind: InferencePool\napiVersion: v1\nmetadata: {name: chat}\nspec: {}\n",
+            "apiVersion must be kvferry.dev/v1alpha1",
+        ),
     ],
 )
 def test_a_file_must_hold_one_pool(tmp_path, text, expected_message):

@@ -134,7 +134,7 @@ def test_an_optional_file_that_cannot_be_read_is_not_taken_for_absent(tmp_path: 
     folder = make_folder(tmp_path / "m")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("gone")
-    with pytest.raises(ModelFileError, match=f"{name} is not a regular file, or a link without one"):
+    with pytest.raises(ModelFileError, match=f"{name} is not a regular file or a link to one"):
         open_model(str(folder))
     (folder / name).unlink()
     os.mkfifo(folder / name)

@@ -42,7 +42,7 @@ def refusals(body: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> l
         old: the object before the change, for rules about changes; `None` if the object is created.
     """
     schema = pool_schema()
-    # Users cannot write the status, so that the API server drops it.
+    # Users cannot write the status: the API server drops it.
     plain = {name: part for name, part in body.items() if name != "status"}
     stored = with_defaults(plain, schema)
     found = [*_kind(body), *_metadata(body.get("metadata")), *_unknown(plain, schema, ())]

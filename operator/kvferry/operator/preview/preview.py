@@ -14,6 +14,7 @@ from kvferry.operator.objects.worker_pods import revision_of
 from kvferry.operator.plan.actions import Action, as_json
 from kvferry.operator.plan.pool_plan import Plan
 from kvferry.operator.plan.rollout import PAIRED, Count, capacity
+from kvferry.operator.pool import names
 from kvferry.operator.pool.spec import InferencePool, Json, parse_pool
 from kvferry.operator.preview.admission import refusals
 from kvferry.operator.preview.definition import pool_schema, with_defaults
@@ -129,6 +130,13 @@ def _read_object(path: Path, argument: str) -> Json:
     if len(found) != 1:
         raise UsageError(
             f"{argument} ({path}) must contain exactly one object of kind InferencePool, not {len(found)}", field="pool"
+        )
+    version = found[0].get("apiVersion")
+    if str(version).partition("/")[0] != names.API_VERSION.partition("/")[0]:
+        raise UsageError(
+            f"{argument} ({path}): apiVersion must be {names.API_VERSION}, not {version!r}; other groups have a kind "
+            "InferencePool too",
+            field="pool",
         )
     return found[0]
 

@@ -161,7 +161,9 @@ def _ask(gateway: ServerUrl, request_id: str, api_key: str) -> Any:
     except urllib.error.HTTPError as error:
         raise _refused(gateway, error) from error
     except (OSError, ValueError) as error:
-        raise Unavailable(f"the gateway at {gateway} does not answer ({error}); set --url") from error
+        reason = getattr(error, "reason", error)
+        why = getattr(reason, "strerror", None) or reason
+        raise Unavailable(f"the gateway at {gateway} does not answer ({why}); start it, or set --url") from error
 
 
 def _refused(gateway: ServerUrl, error: urllib.error.HTTPError) -> KvferryError:

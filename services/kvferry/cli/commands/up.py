@@ -22,7 +22,7 @@ from kvferry.core.settings.setting import Setting
 from kvferry.engine.execute.tensors.device import CPU, check_driver, has_driver
 from kvferry.gateway.admission.tenants import Tenants, read_keys
 from kvferry.kv.tiers.registry import check_tiers
-from kvferry.stack.local_stack import LocalStack, check_free
+from kvferry.stack.local_stack import LocalStack, check_all_free, check_free
 from kvferry.stack.plan.processes import StackConfig
 from kvferry.stack.plan.worker_counts import worker_counts
 
@@ -151,6 +151,7 @@ def command(values: Values, *, as_json: bool) -> None:
     from kvferry.gateway.http.browsers import is_loopback_address  # imports starlette, which would delay `--help`
 
     check_tiers(values["tier"])
+    check_all_free({"http": values["http"], "grpc": values["grpc"]})
     workers, reason = _workers(values)
     config = stack_config(values, http=values["http"], grpc=values["grpc"], admin=_admin(values), workers=workers)
     if reason:

@@ -22,7 +22,7 @@ def command(values: Values) -> None:
       kvferry key new > ticket.key
       kvferry worker --role both --listen 127.0.0.1:9100 --ticket-key-file ticket.key
       kvferry worker --role prefill --connector nixl --listen 10.0.0.5:9100 --ticket-key-file ticket.key
-      kvferry worker --role decode --listen 10.0.0.6:9100 --ticket-key-file ticket.key \
+      kvferry worker --role decode --listen 10.0.0.6:9100 --ticket-key-file ticket.key \\
           --pool-tls-cert-file worker.crt --pool-tls-key-file worker.key --pool-tls-ca-file ca.crt
     """
     leave_on_signals()

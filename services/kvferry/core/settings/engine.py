@@ -194,7 +194,9 @@ class EngineSettings:
         "Share of a GPU's memory for a worker, weights included; in a stack, divided among the workers on the GPU.",
     )
     block_tokens: int = number(16, "Tokens per KV page.", low=1, high=1024)
-    max_model_len: int = number(0, "Context length in tokens, prompt and output; 0: the model's.", low=0, high=1 << 24)
+    max_model_len: int = number(
+        0, "Context length in tokens, prompt and output, at most the model's; 0: the model's.", low=0, high=1 << 24
+    )
     pin_share: float = fraction(
         0.25,
         "Maximum share of the KV pages that pinned prefixes hold (POST /pin_prefix); 0 refuses pins. The pages of the "

@@ -191,6 +191,7 @@ NAME_AND_PATH = Parser("NAME=PATH", str)
 ADDRESS = Parser("HOST:PORT", _address)
 """Addresses on which a process listens; empty for none."""
 ENDPOINT = Parser("HOST:PORT[/ADMIN_PORT]", str)
+MODEL_SERVER = Parser("HOST:PORT[/METRICS_PORT]", str)
 FILE = Parser("FILE", str)
 FOLDER = Parser("FOLDER", str)
 URL = Parser("URL", str)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvferry.core.settings.parsers import ADDRESS, ENDPOINT, NAME, TEXT, boolean, seconds, share, size_bytes, whole
+from kvferry.core.settings.parsers import ADDRESS, MODEL_SERVER, NAME, TEXT, boolean, seconds, share, size_bytes, whole
 from kvferry.core.settings.processes import DRAIN, HEALTH, METRICS, POLICY, TLS
 from kvferry.core.settings.setting import Setting
 
@@ -17,14 +17,14 @@ PICKER = (
         (),
         "HOST:PORT[/METRICS_PORT] of a model server, by IP address; may be repeated.",
         is_repeated=True,
-        parse=ENDPOINT,
+        parse=MODEL_SERVER,
     ),
     Setting(
         "prefill_endpoints",
         (),
         "HOST:PORT[/METRICS_PORT] of a server that only computes prompts; may be repeated.",
         is_repeated=True,
-        parse=ENDPOINT,
+        parse=MODEL_SERVER,
     ),
     Setting(
         "inference_pool",

@@ -51,9 +51,9 @@ def resolve(
     known = {s.name for s in settings}
     for name in file:
         if name not in known:
-            raise UsageError(
-                f"{file_name}: unknown setting {name!r}; known settings are {', '.join(sorted(known))}", field=name
-            )
+            similar = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {similar[0]}?" if similar else f"known settings are {', '.join(sorted(known))}"
+            raise UsageError(f"{file_name}: unknown setting {name!r}; {hint}", field=name)
     found: dict[str, Resolved] = {}
     for setting in settings:
         given = flags.get(setting.name)

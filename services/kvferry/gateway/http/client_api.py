@@ -463,10 +463,15 @@ async def _on_unexpected(request: Request, _error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = MethodNotAllowed if error.status_code == 405 else NoSuchRoute
-    what = (
-        f"{request.method} {shortened(request.url.path)} is not served here; GET /openapi.json lists the routes, "
-        "such as POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/embeddings"
+    path = request.url.path
+    is_admin = path in {"/metrics", "/fleet"}
+    lists = (
+        "the admin port serves it (--admin)"
+        if is_admin
+        else "GET /openapi.json lists the routes, such as POST /v1/chat/completions, /v1/completions, /v1/responses, "
+        "/v1/messages and /v1/embeddings"
     )
+    what = f"{request.method} {shortened(path)} is not served here; {lists}"
     response = _failure(request.scope, kind(what))
     if kind is MethodNotAllowed:
         response.headers["allow"] = ", ".join(_methods_of(request))

@@ -216,7 +216,7 @@ def _split(module: str, a: Floats, b: Floats, config: ModelConfig) -> dict[tuple
 
 
 def _outputs(config: ModelConfig) -> dict[str, int]:
-    """Return the number of outputs of each linear layer of a layer."""
+    """Return the number of outputs of each linear module of a layer."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {
         "self_attn.q_proj": q,

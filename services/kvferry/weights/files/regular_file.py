@@ -45,7 +45,7 @@ def is_present(path: Path) -> bool:
         raise ModelFileError(f"cannot read {path}: {_reason(error)}") from error
     except ValueError:  # a name that no file can have
         return False
-    raise ModelFileError(f"{path} is not a regular file, or a link without one; restore the file, or remove the name")
+    raise ModelFileError(f"{path} is not a regular file or a link to one; restore the file, or remove the entry")
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -66,8 +66,10 @@ def test_a_secret_is_not_shown_in_an_error() -> None:
 
 
 def test_a_file_with_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(UsageError, match="unknown setting 'prot'"):
+    with pytest.raises(UsageError, match=r"unknown setting 'prot'; did you mean port\?"):
         resolve([PORT], {}, {}, {"prot": 1}, "kvferry.toml")
+    with pytest.raises(UsageError, match="unknown setting 'zzz'; known settings are port"):
+        resolve([PORT], {}, {}, {"zzz": 1}, "kvferry.toml")
 
 
 @pytest.mark.parametrize(

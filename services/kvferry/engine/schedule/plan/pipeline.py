@@ -78,7 +78,7 @@ class Pipeline:
         return self._pipelined is not None
 
     def observe(self, watch: object) -> None:
-        """Report the phases of the runner to a `observe.watch.StepWatch`, if the runner can."""
+        """Report the phases of the runner to an `observe.watch.StepWatch`, if the runner can."""
         if hasattr(self._runner, "phases"):
             self._runner.phases = watch
 
