@@ -1,6 +1,7 @@
 """Help of commands with many settings: grouped by topic, short unless `--help-all` is given; near names of mistakes."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ def near_names(given: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(given, list(known), 1, _NEAR)
 
 
+_FLAG = re.compile(r"--[a-z][a-z-]*")
+
+
 class SettingsCommand(click.Command):
     """A command whose options are grouped by topic in its help."""
 
@@ -46,10 +50,11 @@ class SettingsCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if remedy := VLLM_FLAGS.get(error.option_name):
+            known = [name for parameter in self.params for name in parameter.opts]
+            remedy = VLLM_FLAGS.get(error.option_name, "")
+            if remedy and set(_FLAG.findall(remedy)) <= set(known):
                 message = f"No such option '{error.option_name}' of vLLM's: {remedy}."
                 raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
-            known = [name for parameter in self.params for name in parameter.opts]
             raise click.NoSuchOption(
                 error.option_name, possibilities=near_names(error.option_name, known), ctx=ctx
             ) from None
