@@ -37,7 +37,8 @@ redis: ## redis-server for the tests, from the distribution, if it can be instal
 	command -v redis-server >/dev/null || echo "no redis-server: the tests of the redis tier will fail; install it with: apt-get install redis-server"
 
 # One environment for running and testing; `run` needs a part of it.
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/* kernels/cpu/*/*)
+$(shell tests/harness/set_up.sh modules)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/* kernels/cpu/*/* $(VENV)/.modules)
 $(RUN_READY): requirements-build.lock requirements-run.lock $(SOURCES)
 	@tests/harness/set_up.sh $$(if test -e $(READY); then echo test; else echo run; fi)
 

@@ -1,14 +1,23 @@
 #!/usr/bin/env bash
 # Set up .venv: `tests/harness/set_up.sh run` for what `make run` needs, `… test` for the tests and checks, too.
 #
+# `tests/harness/set_up.sh modules` lists the Python modules, which the installation names one by one: if the list has
+# changed since, for example after a pull, the installation is repeated, which takes some seconds.
+#
 # The C++ kernels compile while the packages are downloaded; every package is one of the lock, with its hash.
 # TORCH_INDEX=URL takes torch, and nothing else, from an index of builds for CPUs: 5 GB of libraries for GPUs are left out.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+list_modules() {
+  local found
+  found=$(find services operator kernels proto -name '*.py' | sort)
+  test "$(cat .venv/.modules 2>/dev/null)" = "$found" || echo "$found" >.venv/.modules
+}
 case ${1:-} in
+  modules) test ! -e .venv/.ready-run || list_modules; exit 0 ;;
   run) lock=requirements-run.lock levels=chosen what="what make run needs" ;;
   test) lock=requirements.lock levels=usable what="what the tests need" ;;
-  *) echo "set_up.sh ${1:-}: the argument must be run or test" >&2; exit 2 ;;
+  *) echo "set_up.sh ${1:-}: the argument must be run, test or modules" >&2; exit 2 ;;
 esac
 python=${PYTHON:-python3} venv=.venv
 log=build/set-up.log begun=$SECONDS
@@ -55,6 +64,7 @@ if ! wait $compiling; then
   echo "the kernels could not be compiled: see above, or $log; they need a C++20 compiler (apt-get install g++)" >&2
   exit 1
 fi
+list_modules
 if test "$1" = test; then
   $venv/bin/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "kvferry-tests.pth").write_text(str(pathlib.Path("tests").resolve()))'
   touch $venv/.ready
