@@ -1,5 +1,6 @@
 """Converts the computed tokens of a prompt, by cause, to and from `kvferry.v1` messages."""
 
+import math
 from collections.abc import Iterable, Mapping
 
 from kvferry.core.causes import ComputeCause, ComputedTokens
@@ -33,7 +34,12 @@ def computed_to_wire(computed: Iterable[ComputedTokens]) -> list[common_pb2.Comp
 
 def computed_from_wire(messages: Iterable[common_pb2.ComputedTokens]) -> tuple[ComputedTokens, ...]:
     """Convert messages to computed tokens. Causes that this version does not know become `FIRST_SEEN`, so that the
-    number of tokens stays right."""
+    number of tokens stays right; an age that is no time becomes 0."""
     return tuple(
-        ComputedTokens(_CAUSES.get(one.cause, ComputeCause.FIRST_SEEN), one.num_tokens, one.seconds) for one in messages
+        ComputedTokens(
+            _CAUSES.get(one.cause, ComputeCause.FIRST_SEEN),
+            one.num_tokens,
+            one.seconds if 0.0 <= one.seconds < math.inf else 0.0,
+        )
+        for one in messages
     )
