@@ -129,6 +129,9 @@ class PromptAccounts:
         for block in range(position // size, -(-end // size)):
             stop = min(end, (block + 1) * size)
             cause = ComputeCause.EVICTED
+            if block >= len(names):  # blocks without names are in no cache
+                spans.append((end, ComputeCause.FIRST_SEEN))
+                return
             if not index.has_name(names[block]):
                 stamp = removed.stamp(names[block])
                 if stamp == UNKNOWN and self._former is not None:
