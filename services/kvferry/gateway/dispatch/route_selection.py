@@ -4,6 +4,7 @@ Work that is dispatched to the workers is recorded with its durations: the input
 """
 
 import asyncio
+import functools
 import math
 from collections.abc import Sequence
 
@@ -223,7 +224,10 @@ class RouteSelection:
             if chosen is not None:
                 caches.chose(chosen)
         if run.ticket is None and not run.emitted:
-            self._note_blocks(run, route.prefill or route.decode, caches)
+            # After the request was sent to the worker, which needs longer than this.
+            is_new = not run.routes and not run.is_step  # else the prompt was counted before
+            note = functools.partial(self._note_blocks, run, route.prefill or route.decode, caches, is_new=is_new)
+            asyncio.get_running_loop().call_soon(note)
         notes = route_notes(route, self._config.policy)
         run.routes = [*run.routes, *notes][-_MAX_ROUTES:]
         if run.request.caller.is_explained and run.ticket is None:  # with a ticket, the pair was compared before
@@ -231,10 +235,10 @@ class RouteSelection:
             asyncio.get_running_loop().call_soon(self._compare, run, route, notes[0], caches)
         return route
 
-    def _note_blocks(self, run: SampleRun, computing: Pick, caches: PromptCaches) -> None:
+    def _note_blocks(self, run: SampleRun, computing: Pick, caches: PromptCaches, *, is_new: bool) -> None:
         """Record which of the prompt's blocks other workers have, and which ones were in earlier prompts."""
         run.num_elsewhere = caches.elsewhere(computing)
-        if not run.routes and not run.is_step:  # else the prompt was counted before
+        if is_new:
             num_seen, num_named = caches.note_seen(computing, self.seen)
             self._instruments.prompt_routed(
                 len(run.token_ids), num_named=num_named, num_seen=num_seen, is_exact=self.seen.is_exact
