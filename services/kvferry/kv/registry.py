@@ -37,7 +37,7 @@ def check_encryption(name: str) -> None:
             field="kv_encryption",
         )
     if name == "tcp":
-        import_module("kvferry.kv.connectors.tcp_seal").check_encryption()
+        import_module("kvferry.kv.connectors.tcp_seal").check_package()
 
 
 def open_transport(name: str, incarnation: Incarnation, setup: TransportSetup | None = None) -> Transport:

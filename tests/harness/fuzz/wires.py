@@ -199,7 +199,7 @@ def _frame_seeds() -> list[bytes]:
 @contextmanager
 def _frames() -> Iterator[Run]:
     key = tcp_wire.connection_key(SECRET, OWNER)
-    clock, encrypted = ManualClock(), tcp_seal.Sealed()
+    clock, encrypted = ManualClock(), tcp_seal.EncryptedFraming()
 
     def run(data: bytes) -> None:
         ours, theirs = socket.socketpair()

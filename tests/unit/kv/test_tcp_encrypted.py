@@ -262,7 +262,7 @@ def test_a_reader_with_the_former_secret_is_let_in_and_no_other() -> None:
 def test_a_public_key_whose_result_is_known_is_refused() -> None:
     """A member of the pool could otherwise make the keys of a connection independent of the other side's."""
     with a_transport(ENCRYPTED) as (owner, _), dial(owner) as link:
-        framing = tcp_seal.Sealed()
+        framing = tcp_seal.EncryptedFraming()
         key = wire.connection_key(POOL.secrets[0], owner._incarnation, framing)
         theirs = wire.receive(link, HELLO)[8:72]
         mine = bytes(64)
@@ -271,7 +271,10 @@ def test_a_public_key_whose_result_is_known_is_refused() -> None:
 
 
 def test_each_connection_has_keys_of_its_own() -> None:
-    framing, key = tcp_seal.Sealed(), wire.connection_key(b"s" * 32, Incarnation("o"), tcp_seal.Sealed())
+    framing, key = (
+        tcp_seal.EncryptedFraming(),
+        wire.connection_key(b"s" * 32, Incarnation("o"), tcp_seal.EncryptedFraming()),
+    )
     seen = set()
     for _ in range(2):
         ours, theirs = socket.socketpair()

@@ -232,8 +232,8 @@ def test_a_message_in_parts_is_not_sent_without_waiting() -> None:
 
 
 def test_a_missing_or_old_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    tcp_seal.check_encryption()
+    tcp_seal.check_package()
     monkeypatch.setitem(__import__("sys").modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     with pytest.raises(UsageError, match=r"version 47 or later.*pip install 'kvferry\[encryption\]'") as caught:
-        tcp_seal.check_encryption()
+        tcp_seal.check_package()
     assert caught.value.field == "kv_encryption"

@@ -23,7 +23,7 @@ from kvferry.kv.connectors.checks import allocated, check_address, check_page_id
 from kvferry.kv.connectors.page_files import OwnMemory
 from kvferry.kv.connectors.tcp_framing import PLAIN, ByteLink, Framing
 from kvferry.kv.connectors.tcp_read import ParallelRead, TcpRead, split_buffers
-from kvferry.kv.connectors.tcp_seal import Sealed, is_spent
+from kvferry.kv.connectors.tcp_seal import EncryptedFraming, is_spent
 from kvferry.kv.connectors.tcp_server import PageServer, runs
 from kvferry.kv.connectors.windows import CompletedRead
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
@@ -126,7 +126,7 @@ class TcpTransport:
         self._incarnation = incarnation
         self._setup = setup
         self._clock = clock
-        self._framing: Framing = Sealed() if setup.encrypts else PLAIN
+        self._framing: Framing = EncryptedFraming() if setup.encrypts else PLAIN
         self.domain = "encrypted" if setup.encrypts else ""
         """Gateways pair only workers that agree about encryption; the others would refuse each other."""
         self._memory: PageMemory | None = None

@@ -41,7 +41,7 @@ _MAX_RECORDS = 1 << 21
 is about 2**-60, the margin that TLS 1.3 keeps."""
 
 
-def check_encryption() -> None:
+def check_package() -> None:
     """Check that the package for encryption is installed.
 
     Raises:
@@ -61,7 +61,7 @@ def check_encryption() -> None:
         )
 
 
-class Sealed:
+class EncryptedFraming:
     """Framing of encrypted connections."""
 
     magic = SEALED_MAGIC
@@ -72,7 +72,7 @@ class Sealed:
         Raises:
             UsageError: the package for encryption is not installed.
         """
-        check_encryption()
+        check_package()
 
     def greet(self) -> "_Exchange":
         return _Exchange()

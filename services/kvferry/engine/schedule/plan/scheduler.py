@@ -406,10 +406,7 @@ class Scheduler:
         output = check_output(item, given, kv.num_computed, exported_tokens)
         self.drafting.verified(item, output)
         drawn, accepted = output.tokens, output.accepted
-        if kv.num_computed < kv.account.num_given:
-            self._advance(sequence, accepted)
-        else:
-            kv.advance(accepted)
+        self._advance(sequence, accepted)
         self.blocks.list_full(sequence)
         scores = sampling.take_scores()
         drawn, reason = sampling.extend(drawn)
